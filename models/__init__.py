@@ -1,0 +1,1 @@
+"""Assembled models that use axial_rope."""
