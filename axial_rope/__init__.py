@@ -1,1 +1,49 @@
-"""Rotary position embeddings for vision transformers."""
+"""Rotary position embeddings for vision transformers, at any grid.
+
+    positions -> frequencies -> rotation -> attention
+
+Importing this package loads torch and einops; timm is loaded when `make_rotary` is first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from axial_rope.attention import RotaryAttention
+from axial_rope.embedding import RotaryEmbedding
+from axial_rope.frequencies import Axial, Family, Mixed, Periods, Pixels, family_from_dict
+from axial_rope.positions import axis_positions, centered_positions, grid_positions, pixel_positions
+from axial_rope.rotation import Rotation, angles, layout_permutation, pair_channels, rotate
+
+if TYPE_CHECKING:
+    from axial_rope.timm_vit import RotaryVisionTransformer, make_rotary
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Axial",
+    "Family",
+    "Mixed",
+    "Periods",
+    "Pixels",
+    "RotaryAttention",
+    "RotaryEmbedding",
+    "RotaryVisionTransformer",
+    "Rotation",
+    "angles",
+    "axis_positions",
+    "centered_positions",
+    "family_from_dict",
+    "grid_positions",
+    "layout_permutation",
+    "make_rotary",
+    "pair_channels",
+    "pixel_positions",
+    "rotate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("RotaryVisionTransformer", "make_rotary"):
+        from axial_rope import timm_vit
+
+        return getattr(timm_vit, name)
+    raise AttributeError(f"module 'axial_rope' has no attribute {name!r}")

@@ -1,0 +1,232 @@
+"""The rotation itself: pairs of channels turned by angles, and the layouts that say which channels are pairs.
+
+    angle[n, (head,) p] = sum over axes a of  position[n, a] * frequency[a, (head,) p]
+    (x_i, x_j) -> (x_i cos - x_j sin,  x_j cos + x_i sin)         for the pair p = (i, j)
+
+Layouts, drawn for a head of 8 channels with pairs 0 1 on y and 2 3 on x (a, b are the two members of a pair):
+
+    interleaved     a0 b0  a1 b1  a2 b2  a3 b3      GPT-J, Llama, rope-vit, SAM 2, EVA-02
+    half            a0 a1  a2 a3  b0 b1  b2 b3      GPT-NeoX, DINOv3, Qwen-VL, transformers
+    half_per_axis   a0 a1  b0 b1  a2 a3  b2 b3      Gemma-4, Allegro
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["Rotation", "angles", "layout_permutation", "pair_channels", "rotate"]
+
+LAYOUTS = ("interleaved", "half", "half_per_axis")
+
+
+def check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}: got {layout!r}")
+
+
+def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """The angle by which each pair of each token turns, in radians.
+
+    Parameters
+    ----------
+    positions
+        (N, A) or (B, N, A): N tokens on A axes, in B samples.
+    frequencies
+        (A, P), (A, H, P) or (A, L, H, P): P pairs, H heads, L blocks.
+
+    Returns
+    -------
+    Tensor
+        (N, P), (H, N, P) or (L, H, N, P) for positions without a batch; (B, 1, N, P), (B, H, N, P) or (L, B, H, N, P)
+        with one. They broadcast against queries of shape (B, H, N, head_dim).
+
+    Notes
+    -----
+    Elementwise products: autocast leaves them in float32, which a matrix product would not be.
+
+    Examples
+    --------
+    >>> angles(torch.tensor([[2.0, 3.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.5]])).tolist()
+    [[2.0, 1.5]]
+    """
+    columns = positions.unbind(-1)  # A x (N,) or (B, N)
+    if positions.dim() == 3:
+        columns = tuple(column[:, None] for column in columns)  # A x (B, 1, N)
+        if frequencies.dim() == 4:
+            frequencies = frequencies[:, :, None]  # (A, L, 1, H, P)
+    total = columns[0][..., None] * frequencies[0].unsqueeze(-2)
+    for column, row in zip(columns[1:], frequencies[1:], strict=True):
+        total = total + column[..., None] * row.unsqueeze(-2)
+    return total
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines of the angles of every pair and token, ready to rotate queries and keys.
+
+    Attributes
+    ----------
+    cos, sin
+        float32, (N, P), (H, N, P), (B, 1, N, P) or (B, H, N, P): they broadcast against (B, H, N, head_dim). Made by a
+        family with one table per block they have L in front, and `block` gives the rotation of one.
+    head_dim
+        Channels of the heads that it rotates; those from 2 P on are left as they are.
+    layout
+        Which channels are pairs, see `axial_rope.rotation`.
+    split
+        Pairs of each axis in the order in which they stand in the head (only "half_per_axis" depends on it).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    head_dim: int
+    layout: str = "interleaved"
+    split: tuple[int, ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """Number of rotated pairs P."""
+        return self.cos.shape[-1]
+
+    @property
+    def tokens(self) -> int:
+        """Number of rotated tokens N."""
+        return self.cos.shape[-2]
+
+    def inverse(self) -> Rotation:
+        """The rotation by the negative angles."""
+        return replace(self, sin=-self.sin)
+
+    def block(self, index: int) -> Rotation:
+        """The rotation of one block, from a table with blocks in front."""
+        return replace(self, cos=self.cos[index], sin=self.sin[index])
+
+    def slice(self, start: int, stop: int) -> Rotation:
+        """The rotation of the tokens start .. stop - 1, for a sequence that is cut over devices or in time."""
+        return replace(self, cos=self.cos[..., start:stop, :], sin=self.sin[..., start:stop, :])
+
+
+def rotate(x: Tensor, rotation: Rotation, *, prefix_tokens: int = 0, suffix_tokens: int = 0) -> Tensor:
+    """Queries or keys turned by a rotation.
+
+    Parameters
+    ----------
+    x
+        (..., N, head_dim), usually (B, H, N, head_dim): B samples, H heads, N tokens; any floating dtype.
+    rotation
+        Of ``N - prefix_tokens - suffix_tokens`` tokens.
+    prefix_tokens, suffix_tokens
+        Tokens at the start and the end (class, register, pointer tokens) that are returned as they are.
+
+    Returns
+    -------
+    Tensor
+        A new tensor of the shape, dtype and device of `x`. The arithmetic is float32 (or wider), with one rounding at the
+        end: for float16 and bfloat16 the result is that of ``rotate(x.float(), ...).to(x.dtype)``, to the bit.
+
+    Raises
+    ------
+    ValueError
+        If `x` doesn't have the rotation's tokens, heads, samples and channels.
+    TypeError
+        If `x` isn't a real floating tensor.
+
+    Examples
+    --------
+    >>> quarter = Rotation(cos=torch.tensor([[0.0]]), sin=torch.tensor([[1.0]]), head_dim=2, split=(1,))
+    >>> rotate(torch.tensor([[1.0, 0.0]]), quarter)
+    tensor([[0., 1.]])
+    """
+    check_rotation(x, rotation, prefix_tokens, suffix_tokens)
+    if not prefix_tokens and not suffix_tokens:
+        return _turn(x, rotation)
+    end = x.shape[-2] - suffix_tokens
+    parts = [x[..., :prefix_tokens, :], _turn(x[..., prefix_tokens:end, :], rotation), x[..., end:, :]]
+    return torch.cat([part for part, kept in zip(parts, (prefix_tokens, 1, suffix_tokens), strict=True) if kept], dim=-2)
+
+
+def check_rotation(x: Tensor, rotation: Rotation, prefix_tokens: int, suffix_tokens: int) -> None:
+    """Raise unless `rotation` fits `x` of shape (..., N, head_dim)."""
+    if not x.is_floating_point():
+        raise TypeError(f"x must be a real floating tensor: got {x.dtype}")
+    if x.dim() < 2 or x.shape[-1] != rotation.head_dim:
+        raise ValueError(f"x must have shape (..., tokens, head_dim={rotation.head_dim}): got {tuple(x.shape)}")
+    if prefix_tokens < 0 or suffix_tokens < 0:
+        raise ValueError(f"prefix_tokens and suffix_tokens must not be negative: got {prefix_tokens} and {suffix_tokens}")
+    tokens = x.shape[-2] - prefix_tokens - suffix_tokens
+    if tokens != rotation.tokens:
+        raise ValueError(
+            f"x must have prefix_tokens + {rotation.tokens} rotated + suffix_tokens tokens = "
+            f"{prefix_tokens} + {rotation.tokens} + {suffix_tokens}: got {x.shape[-2]} tokens"
+        )
+    lead, table = x.shape[:-2], rotation.cos.shape[:-2]
+    fits = len(table) <= len(lead) and all(t in (1, n) for t, n in zip(reversed(table), reversed(lead), strict=False))
+    if not fits:
+        raise ValueError(
+            f"x must have the samples and heads of the rotation, {tuple(table)}: got {tuple(lead)} from {tuple(x.shape)}"
+        )
+
+
+def _turn(x: Tensor, rotation: Rotation) -> Tensor:
+    wide = torch.promote_types(torch.promote_types(x.dtype, rotation.cos.dtype), torch.float32)
+    cos, sin = rotation.cos.to(wide), rotation.sin.to(wide)
+    width = 2 * rotation.pairs
+    a, b = split_pairs(x[..., :width].to(wide), rotation.layout, rotation.split)
+    turned = join_pairs(a * cos - b * sin, b * cos + a * sin, rotation.layout, rotation.split).to(x.dtype)
+    return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
+
+
+def split_pairs(x: Tensor, layout: str, split: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The first and the second members of all pairs, each (..., P), from channels (..., 2 P)."""
+    if layout == "interleaved":
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return a, b
+    if layout == "half":
+        a, b = x.chunk(2, dim=-1)
+        return a, b
+    blocks = [block.chunk(2, dim=-1) for block in x.split([2 * pairs for pairs in split], dim=-1)]
+    return torch.cat([a for a, _ in blocks], dim=-1), torch.cat([b for _, b in blocks], dim=-1)
+
+
+def join_pairs(a: Tensor, b: Tensor, layout: str, split: Sequence[int]) -> Tensor:
+    """The channels (..., 2 P) of the pairs whose members are `a` and `b`: the inverse of `split_pairs`."""
+    if layout == "interleaved":
+        return torch.stack([a, b], dim=-1).flatten(-2)
+    if layout == "half":
+        return torch.cat([a, b], dim=-1)
+    blocks = zip(a.split(list(split), dim=-1), b.split(list(split), dim=-1), strict=True)
+    return torch.cat([member for block in blocks for member in block], dim=-1)
+
+
+def pair_channels(layout: str, split: Sequence[int]) -> Tensor:
+    """The channels (i, j) of each pair: int64, (P, 2).
+
+    Examples
+    --------
+    >>> pair_channels("half_per_axis", (2, 2)).tolist()
+    [[0, 2], [1, 3], [4, 6], [5, 7]]
+    """
+    check_layout(layout)
+    a, b = split_pairs(torch.arange(2 * sum(split), device="cpu"), layout, split)
+    return torch.stack([a, b], dim=-1)
+
+
+def layout_permutation(source: str, target: str, split: Sequence[int], head_dim: int) -> Tensor:
+    """The order that turns channels of one layout into another: int64, (head_dim,).
+
+    ``x[..., layout_permutation("half", "interleaved", split, head_dim)]`` has the pairs of `x` in interleaved order. The
+    rows of a query or key projection, its bias and the weights of a query or key norm are permuted in the same way inside
+    each head; scores then stay what they were. Values must not be permuted.
+
+    Examples
+    --------
+    >>> layout_permutation("half", "interleaved", (2,), 6).tolist()
+    [0, 2, 1, 3, 4, 5]
+    """
+    order = torch.arange(head_dim, device="cpu")
+    order[pair_channels(target, split)] = pair_channels(source, split)
+    return order
