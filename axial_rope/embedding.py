@@ -132,7 +132,7 @@ class RotaryEmbedding(nn.Module):
             moved = fn(tensor)
             return tensor.to(moved.device) if moved.dtype in HALF else moved
 
-        super()._apply(move, recurse)
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         if not self.family.learned:
             # Made anew, since `to_empty` leaves a buffer that no checkpoint fills with whatever was in memory.
             self.frequencies = self.family.frequencies().to(self.frequencies.device)
@@ -142,6 +142,8 @@ class RotaryEmbedding(nn.Module):
         self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any, **options: Any
     ) -> None:
         drop_legacy_tables(state_dict, prefix, self.family)
+        if not self.family.learned and self.frequencies.is_meta:
+            self.frequencies = self.family.frequencies()  # a model made on the meta device and loaded with assign=True
         super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
 
 

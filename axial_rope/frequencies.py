@@ -425,4 +425,5 @@ class Mixed(Family):
             return torch.stack([y, x])
         if not self.random_directions:
             return torch.eye(3, dtype=torch.float32, device="cpu")
-        return torch.linalg.qr(torch.randn(3, 3, dtype=torch.float32, device="cpu"))[0]
+        frame: Tensor = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float32, device="cpu"))[0]
+        return frame

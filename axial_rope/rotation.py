@@ -183,12 +183,12 @@ def _turn(x: Tensor, rotation: Rotation) -> Tensor:
 def split_pairs(x: Tensor, layout: str, split: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The first and the second members of all pairs, each (..., P), from channels (..., 2 P)."""
     if layout == "interleaved":
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)  # type: ignore[no-untyped-call]
         return a, b
     if layout == "half":
         a, b = x.chunk(2, dim=-1)
         return a, b
-    blocks = [block.chunk(2, dim=-1) for block in x.split([2 * pairs for pairs in split], dim=-1)]
+    blocks = [block.chunk(2, dim=-1) for block in torch.split(x, [2 * pairs for pairs in split], dim=-1)]
     return torch.cat([a for a, _ in blocks], dim=-1), torch.cat([b for _, b in blocks], dim=-1)
 
 
@@ -198,7 +198,7 @@ def join_pairs(a: Tensor, b: Tensor, layout: str, split: Sequence[int]) -> Tenso
         return torch.stack([a, b], dim=-1).flatten(-2)
     if layout == "half":
         return torch.cat([a, b], dim=-1)
-    blocks = zip(a.split(list(split), dim=-1), b.split(list(split), dim=-1), strict=True)
+    blocks = zip(torch.split(a, list(split), dim=-1), torch.split(b, list(split), dim=-1), strict=True)
     return torch.cat([member for block in blocks for member in block], dim=-1)
 
 

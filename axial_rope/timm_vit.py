@@ -11,9 +11,10 @@ from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from timm.layers import Format, PatchEmbed
 from timm.layers.attention import Attention
+from timm.layers.format import Format
 from timm.layers.patch_dropout import PatchDropout, patch_dropout_forward
+from timm.layers.patch_embed import PatchEmbed
 from timm.models._features import FeatureGetterNet, feature_take_indices
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from axial_rope.rotation import Rotation, rotate
 __all__ = ["RotaryVisionTransformer", "make_rotary"]
 
 Positions = Callable[..., Tensor]
-Model = TypeVar("Model", VisionTransformer, FeatureGetterNet)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def make_rotary(
@@ -65,7 +66,7 @@ def make_rotary(
     Returns
     -------
     VisionTransformer
-        The same object, now a `RotaryVisionTransformer`.
+        The same object, whose class is now `RotaryVisionTransformer`.
 
     Raises
     ------
@@ -83,14 +84,17 @@ def make_rotary(
     >>> vit(torch.randn(1, 3, 160, 320)).shape
     torch.Size([1, 1000])
     """
-    if isinstance(vit, FeatureGetterNet):
-        make_rotary(vit.model, family, positions=positions, keep_pos_embed=keep_pos_embed, strength=strength)
-        return vit
-    _check_model(vit, family)
+    model = vit.model if isinstance(vit, FeatureGetterNet) else vit
+    _check_model(model, family)
     _check_strength(strength)
-    rope = RotaryEmbedding(family).to(next(vit.parameters()).device)
+    _make_rotary(model, RotaryEmbedding(family), positions, keep_pos_embed, strength)
+    return vit
+
+
+def _make_rotary(vit: Any, rope: RotaryEmbedding, positions: Positions, keep_pos_embed: bool, strength: float) -> None:
+    """Turn the checked model's classes into the rotary ones."""
     if not vit.dynamic_img_size:
-        vit.dynamic_img_size = vit.patch_embed.dynamic_img_size = True
+        vit.dynamic_img_size = True
         vit.patch_embed.strict_img_size, vit.patch_embed.flatten = False, False
         vit.patch_embed.output_fmt = Format.NHWC
     if not keep_pos_embed:
@@ -100,8 +104,7 @@ def make_rotary(
         block.attn.__class__ = RotaryTimmAttention
         block.attn.prefix_tokens = vit.num_prefix_tokens
     vit.__class__ = RotaryVisionTransformer
-    vit.rope, vit.rope_positions, vit.rope_strength = rope, positions, strength
-    return vit
+    vit.rope, vit.rope_positions, vit.rope_strength = rope.to(next(vit.parameters()).device), positions, strength
 
 
 class RotaryTimmAttention(Attention):
@@ -109,7 +112,9 @@ class RotaryTimmAttention(Attention):
 
     prefix_tokens: int
 
-    def forward(self, x: Tensor, rotation: Rotation, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, rotation: Rotation, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # (B, heads, N, head_dim)
         q = rotate(self.q_norm(q), rotation, prefix_tokens=self.prefix_tokens)
@@ -142,7 +147,9 @@ class RotaryTimmAttention(Attention):
 class RotaryBlock(Block):
     """timm's pre-norm Block, with the rotation as an argument; made by `make_rotary`."""
 
-    def forward(self, x: Tensor, rotation: Rotation, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, rotation: Rotation, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), rotation, attn_mask, is_causal)))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         return x
@@ -151,7 +158,9 @@ class RotaryBlock(Block):
 class RotaryResPostBlock(ResPostBlock):
     """timm's post-norm ResPostBlock, with the rotation as an argument; made by `make_rotary`."""
 
-    def forward(self, x: Tensor, rotation: Rotation, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, rotation: Rotation, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         x = x + self.drop_path1(self.norm1(self.attn(x, rotation, attn_mask, is_causal)))
         x = x + self.drop_path2(self.norm2(self.mlp(x)))
         return x
@@ -281,7 +290,7 @@ def _check_strength(strength: float) -> None:
         raise ValueError(f"strength must be between 0 and 1: got {strength}")
 
 
-def _check_model(vit: nn.Module, family: Family) -> None:
+def _check_model(vit: Any, family: Family) -> None:
     """Raise unless `vit` can be made rotary with `family`; nothing has been changed by then."""
     if isinstance(vit, RotaryVisionTransformer):
         raise TypeError("vit must not be rotary already: make the model anew, or set vit.rope, whose family is "
