@@ -302,19 +302,20 @@ def _check_model(vit: Any, family: Family) -> None:
             f"vit must be created with dynamic_img_size=True, since its patch_embed is a {type(vit.patch_embed).__name__}: "
             f"got dynamic_img_size=False"
         )
-    for block in vit.blocks:
+    blocks: Any = vit.blocks
+    for block in blocks:
         _check_class("blocks", block, tuple(ROTARY_BLOCKS))
         _check_class("attention layers", block.attn, (Attention,))
     if family.columns != 2:
         raise ValueError(f"family must have 2 axes (y, x) for images: got {family.columns} in {family}")
-    attention = vit.blocks[0].attn
+    attention = blocks[0].attn
     if family.head_dim != attention.head_dim:
         raise ValueError(f"family must have the model's head_dim={attention.head_dim}: got head_dim={family.head_dim}")
     if isinstance(family, Mixed):
-        blocks = len(vit.blocks) if family.blocks is None else family.blocks
-        if (family.heads, blocks) != (attention.num_heads, len(vit.blocks)):
+        depth = len(blocks) if family.blocks is None else family.blocks
+        if (family.heads, depth) != (attention.num_heads, len(blocks)):
             raise ValueError(
-                f"family must have the model's heads={attention.num_heads} and blocks={len(vit.blocks)}: "
+                f"family must have the model's heads={attention.num_heads} and blocks={len(blocks)}: "
                 f"got heads={family.heads} and blocks={family.blocks}"
             )
 
