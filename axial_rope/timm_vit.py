@@ -85,9 +85,10 @@ def make_rotary(
     torch.Size([1, 1000])
     """
     model = vit.model if isinstance(vit, FeatureGetterNet) else vit
+    rope = RotaryEmbedding(family)
     _check_model(model, family)
     _check_strength(strength)
-    _make_rotary(model, RotaryEmbedding(family), positions, keep_pos_embed, strength)
+    _make_rotary(model, rope, positions, keep_pos_embed, strength)
     return vit
 
 

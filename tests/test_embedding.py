@@ -180,7 +180,9 @@ def test_legacy_tables_are_dropped_with_a_message():
     """Pitfalls E2, E3, J11: known names only."""
     rope = RotaryEmbedding(Axial(8))
     with pytest.warns(UserWarning, match="dropped tables that follow from the grid: freqs_cos, freqs_sin_1600, inv_freq"):
-        rope.load_state_dict({"freqs_cos": torch.zeros(256, 64), "freqs_sin_1600": torch.zeros(9, 2), "inv_freq": torch.ones(2)})
+        rope.load_state_dict(
+            {"freqs_cos": torch.zeros(256, 64), "freqs_sin_1600": torch.zeros(9, 2), "inv_freq": torch.ones(2)}
+        )
     with pytest.raises(RuntimeError, match='Unexpected key\\(s\\) in state_dict: "freqs"'):
         rope.load_state_dict({"freqs": torch.zeros(4)})
 

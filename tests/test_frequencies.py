@@ -139,7 +139,10 @@ def test_mixed_without_random_directions_is_axial():
         (lambda: Mixed(64, heads=2, base=-1.0), "base must be positive: got -1.0"),
         (lambda: Mixed(64, heads=2, layout="half_per_axis"), 'layout must be "interleaved" or "half"'),
         (lambda: family_from_dict({"family": "Axiel"}), r"family must be one of \['Axial'.*\]: got 'Axiel'"),
-        (lambda: family_from_dict({"family": "Axial", "head_dim": 8, "theta": 1}), "family must be given arguments of Axial"),
+        (
+            lambda: family_from_dict({"family": "Axial", "head_dim": 8, "theta": 1}),
+            "family must be given arguments of Axial",
+        ),
     ],
 )
 def test_messages(call, message):

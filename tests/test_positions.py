@@ -90,7 +90,10 @@ def test_512_centres_are_distinct():
         (lambda: grid_positions(1, 2, 3, 4), r"size must be .*: got \(1, 2, 3, 4\)"),
         (lambda: grid_positions(3, 0), r"size must have at least one cell on every axis: got \(3, 0\)"),
         (lambda: grid_positions(3, 4, offset=(1,)), "offset must have one value per axis: got 1 values for 2 axes"),
-        (lambda: grid_positions(3, 4, reference=(1, 2, 3)), "reference must have one value per axis: got 3 values for 2 axes"),
+        (
+            lambda: grid_positions(3, 4, reference=(1, 2, 3)),
+            "reference must have one value per axis: got 3 values for 2 axes",
+        ),
         (lambda: centered_positions(3, normalize="mean"), 'normalize must be "separate", "max" or "min": got \'mean\''),
         (lambda: axis_positions(), "coordinates must hold one tensor per axis: got none"),
         (lambda: axis_positions(torch.zeros(2, 2)), r"coordinates must be 1-D: those of axis 0 have shape \(2, 2\)"),

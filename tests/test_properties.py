@@ -52,7 +52,9 @@ def test_scores_depend_on_differences_of_positions_alone(data, family, dtype, pr
         return a @ b.mT
 
     scale = 1 + float(q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max())
-    turns = 1e-6 * float((positions.abs().max() + 3) * rope.frequencies.detach().abs().max())  # float32 rounding of large angles
+    turns = 1e-6 * float(
+        (positions.abs().max() + 3) * rope.frequencies.detach().abs().max()
+    )  # float32 rounding of large angles
     difference = (scores(positions + shift) - scores(positions)).detach().abs().max()
     assert difference <= scale * (TOLERANCE[dtype] / 10 + turns)
 
