@@ -214,5 +214,5 @@ def test_messages(positions, error, message):
 
 
 def test_a_family_is_needed():
-    with pytest.raises(TypeError, match="family must be a family of frequencies such as .*: got 'axial'"):
+    with pytest.raises(TypeError, match=r"family must be a family of frequencies such as .*: got 'axial'"):
         RotaryEmbedding("axial")

@@ -355,7 +355,7 @@ def test_messages_come_before_any_change(vit, family, options, error, message):
 
 def test_strength_is_checked_when_it_is_set():
     vit = make_rotary(tiny(), Axial(8))
-    with pytest.raises(ValueError, match="strength must be between 0 and 1: got -0.1"):
+    with pytest.raises(ValueError, match=r"strength must be between 0 and 1: got -0\.1"):
         vit.rope_strength = -0.1
 
 
