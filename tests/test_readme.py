@@ -1,0 +1,26 @@
+"""Every code block of the README runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("code", [code for language, code in BLOCKS if language == "python"])
+def test_python_block(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_first_python_line_is_in_the_first_screen():
+    lines = README.splitlines()
+    assert lines.index("```python") < 20
+
+
+def test_no_block_is_of_an_unknown_kind():
+    assert {language for language, _ in BLOCKS} <= {"python", "bash", "text"}
+    assert README.count("```") == 2 * len(BLOCKS)
