@@ -263,6 +263,14 @@ class RotaryVisionTransformer(VisionTransformer):
         rotations = self.rope.per_block(positions * self.rope_strength, len(self.blocks))
         return self.norm_pre(x), rotations
 
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """timm's, but for a model without absolute embeddings: older versions of timm lose its prefix tokens."""
+        if self.pos_embed is not None:
+            out: Tensor = super()._pos_embed(x)
+            return out
+        prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
+        return torch.cat([*prefix, x.flatten(1, 2)], dim=1)  # (B, prefix + patches, embed_dim)
+
     def _run(self, block: nn.Module, x: Tensor, *arguments: Any) -> Tensor:
         if self.grad_checkpointing and self.training:
             out: Tensor = checkpoint(block, x, *arguments, use_reentrant=False)
