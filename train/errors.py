@@ -1,0 +1,9 @@
+"""What ends a run early, each with one sentence for the user."""
+
+
+class Refusal(ValueError):
+    """The run can't start as asked; nothing was written. Exit code 2."""
+
+
+class Stopped(RuntimeError):
+    """The run started and can't go on. Exit code 1."""
