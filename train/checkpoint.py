@@ -13,7 +13,7 @@ import torch
 from train.errors import Refusal
 
 # What a checkpoint has to share with the run that continues it.
-IDENTITY = ("model", "rope", "img_size", "class_token")
+IDENTITY = ("model", "rope", "img_size", "class_token", "opt", "layer_decay", "model_ema")
 
 
 def write_atomic(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -61,9 +61,6 @@ def load_checkpoint(path: str, args: Any, classes: tuple[str, ...]) -> dict[str,
             raise Refusal(f"resume must fit {flag}={getattr(args, key)}: {path} was trained with {settings[key]}")
     if known != classes:
         raise Refusal(f"resume must have the {len(classes)} classes of the data: {path} has {difference(known, classes)}")
-    if settings["model_ema"] != args.model_ema:
-        have = "with" if settings["model_ema"] else "without"
-        raise Refusal(f"resume must fit model-ema={args.model_ema}: {path} was trained {have} averaged weights")
     return state
 
 

@@ -5,6 +5,7 @@ Class indices follow the sorted names of the folders, compared as text: with fol
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from timm.data import FastCollateMixup, create_loader, get_img_extensions
+from timm.data import FastCollateMixup, create_loader, is_img_extension
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
+from train.errors import Stopped
+
 Sample = tuple[Any, int]  # path of an image, or the image itself, and its class index
-BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for a broken file
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,13 @@ class SampleDataset(Dataset):
 
 
 def read_image(path: str | Path, mode: str = "RGB") -> Image.Image:
-    """Decode an image of any color mode; OSError that names the file when it can't be."""
+    """Decode an image of any color mode; `Stopped` names the file when it can't be."""
     try:
         with warnings.catch_warnings(), Image.open(path) as image:
-            warnings.simplefilter("ignore")  # palettes with transparency and odd EXIF data
+            warnings.simplefilter("ignore")  # palettes with transparency, odd EXIF data
             return image.convert(mode)
-    except BROKEN as error:
-        raise OSError(f"image must be readable: {path} is not ({error})") from error
+    except Exception as error:  # each of Pillow's decoders has its own
+        raise Stopped(f"image must be readable: {path} is not, leave out --no-verify to skip such files") from error
 
 
 def digits() -> Images:
@@ -81,9 +83,9 @@ def digits() -> Images:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Image files anywhere below a folder, sorted by path."""
-    extensions = get_img_extensions(as_set=True)
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in extensions and path.is_file())
+    """Image files anywhere below a folder, by their extension (timm's list), sorted by path."""
+    walk = os.walk(folder, followlinks=True)
+    return sorted(Path(parent, name) for parent, _, names in walk for name in names if is_img_extension(Path(name).suffix))
 
 
 def is_broken(path: Path) -> bool:
@@ -92,7 +94,7 @@ def is_broken(path: Path) -> bool:
         with Image.open(path) as image:
             image.draft("RGB", (1, 1))
             image.load()
-    except BROKEN:
+    except Exception:  # each of Pillow's decoders has its own
         return True
     return False
 

@@ -2,8 +2,12 @@
 
 
 class Refusal(ValueError):
-    """The run can't start as asked; nothing was written. Exit code 2."""
+    """The run can't start as asked; nothing was written."""
+
+    exit_code = 2
 
 
 class Stopped(RuntimeError):
-    """The run started and can't go on. Exit code 1."""
+    """The run started and can't go on."""
+
+    exit_code = 1

@@ -54,7 +54,10 @@ def scan(data: str, subset: list[str] | None) -> Images:
     if not root.is_dir():
         raise Refusal(f"data must be a folder with train and val in it: got {data}")
     folders = {split: split_folder(root, split) for split in SPLITS}
-    found = {split: {path.name for path in folder.iterdir() if path.is_dir()} for split, folder in folders.items()}
+    found = {
+        split: {path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."}
+        for split, folder in folders.items()
+    }
     classes = sorted(read_subset(root, subset, found["train"]) if subset else found["train"])
     if not subset:
         for one, other in (("val", "train"), ("train", "val")):
