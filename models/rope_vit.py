@@ -74,7 +74,7 @@ def rope_vit(
         raise ValueError(f"rope must be one of {', '.join(ROPES)}: got {rope!r}")
     sides = (image_size, image_size) if isinstance(image_size, int) else image_size
     if any(side < patch or side % patch for side in sides):
-        raise ValueError(f"image_size must be a multiple of the patch = {patch}, got image_size={image_size}")
+        raise ValueError(f"image_size must be a multiple of the patch = {patch}: got image_size={image_size}")
     width, depth, heads = SIZES[size.partition("/")[0]]
     vit = VisionTransformer(
         img_size=image_size,
