@@ -18,7 +18,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "warmup_epochs": (2.0, 5.0),
     "lr": (2e-3, 5e-4),
     "clip_grad": (None, 1.0),
-    "scale": ([0.35, 1.0], [0.08, 1.0]),
+    "scale": ([0.7, 1.0], [0.08, 1.0]),
     "hflip": (0.0, 0.5),
     "color_jitter": (0.0, 0.3),
     "aa": (None, "3a"),
