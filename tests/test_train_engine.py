@@ -6,6 +6,7 @@ import pytest
 import torch
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
+from train_helpers import settings
 
 from axial_rope import grid_positions
 from models.rope_vit import rope_vit
@@ -14,7 +15,6 @@ from train.data import digits, eval_loader
 from train.engine import Precision, Trainer, seed_epoch
 from train.errors import Stopped
 from train.evaluate import evaluate, positions_by, sweep
-from train_helpers import settings
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,9 @@ def test_autocast_computes_in_its_dtype_and_none_in_float32():
             assert vit()(batch()[0]).dtype == (dtype or torch.float32)
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)]
+)
 def test_auto_takes_bfloat16_only_where_it_is_native(monkeypatch, capability, expected):
     """B6: emulated bfloat16 is slow and large."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -85,7 +85,9 @@ def digits() -> Images:
 def image_files(folder: Path) -> list[Path]:
     """Image files anywhere below a folder, by their extension (timm's list), sorted by path."""
     walk = os.walk(folder, followlinks=True)
-    return sorted(Path(parent, name) for parent, _, names in walk for name in names if is_img_extension(Path(name).suffix))
+    return sorted(
+        Path(parent, name) for parent, _, names in walk for name in names if is_img_extension(Path(name).suffix.lower())
+    )
 
 
 def is_broken(path: Path) -> bool:
@@ -99,14 +101,15 @@ def is_broken(path: Path) -> bool:
     return False
 
 
-def without_broken(images: Images, threads: int, rank: int = 0, world_size: int = 1, quiet: bool = True) -> Images:
+def without_broken(images: Images, threads: int, rank: int = 0, world_size: int = 1) -> Images:
     """The data set without the files that can't be decoded, which `skipped` names; processes share the reading."""
     from tqdm import tqdm
 
     paths = [path for path, _ in (*images.train, *images.val)][rank::world_size]
     with warnings.catch_warnings(), ThreadPoolExecutor(threads) as pool:
         warnings.simplefilter("ignore")
-        flags = tqdm(pool.map(is_broken, paths), total=len(paths), desc="verify", unit="image", disable=quiet, leave=False)
+        flags = pool.map(is_broken, paths)
+        flags = tqdm(flags, total=len(paths), desc="verify", unit="image", delay=2, leave=False, disable=rank > 0)
         broken = {path for path, flag in zip(paths, flags, strict=True) if flag}
     if world_size > 1:
         shares: list[Any] = [None] * world_size

@@ -39,10 +39,12 @@ def run(args: Any) -> dict[str, Any]:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = choose_device(args)
-    images = load_images(args)
+    images = scan(args.data, args.subset) if args.data else digits()
     check_batches(images, args, args.world_size)
     args.resume = resume_path(args)
     state = load_checkpoint(args.resume, args, images.classes) if args.resume else None
+    if args.data and args.verify:
+        images = readable_images(images, args)
     session = Session.start(args, settings, images, device, state)
     session.announce()
     session.train()
@@ -60,14 +62,11 @@ def choose_device(args: Any) -> torch.device:
     return init_distributed_device(args)
 
 
-def load_images(args: Any) -> Images:
+def readable_images(images: Images, args: Any) -> Images:
     """The data set without its broken files, which are counted and named on stderr."""
-    if not args.data:
-        return digits()
-    images = scan(args.data, args.subset)
-    if args.verify:
-        images = without_broken(images, max(args.workers, 1), args.rank, args.world_size, quiet=args.rank > 0)
-        check_classes(images)
+    images = without_broken(images, max(args.workers, 1), args.rank, args.world_size)
+    check_classes(images)
+    check_batches(images, args, args.world_size)
     if images.skipped and args.rank == 0:
         print(f"skipped {len(images.skipped)} unreadable images: {short(list(images.skipped))}", file=sys.stderr)
     return images
