@@ -62,9 +62,10 @@ class SampleDataset(Dataset):
 def read_image(path: str | Path, mode: str = "RGB") -> Image.Image:
     """Decode an image of any color mode; `Stopped` names the file when it can't be."""
     try:
-        with warnings.catch_warnings(), Image.open(path) as image:
-            warnings.simplefilter("ignore")  # palettes with transparency, odd EXIF data
-            return image.convert(mode)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # odd EXIF data, palettes with transparency
+            with Image.open(path) as image:
+                return image.convert(mode)
     except Exception as error:  # each of Pillow's decoders has its own
         raise Stopped(f"image must be readable: {path} is not, leave out --no-verify to skip such files") from error
 
