@@ -47,23 +47,40 @@ def rope_vit(
     class_token: bool = False,
     drop_path: float = 0.0,
 ) -> VisionTransformer:
-    """Build a vision transformer for images `(B, channels, height, width)` that returns logits `(B, num_classes)`.
+    """Build a vision transformer: images (B, channels, height, width) -> logits (B, num_classes).
 
     Height and width may differ from `image_size` and from each other, as long as they are multiples of the patch.
 
-    Args:
-        size: Name of the size, a slash and the patch in pixels: "Ti/16", "S/16", "B/16", "L/16" or "N/2".
-        rope: "axial" (base 100, Heo et al., arXiv 2403.13298), "mixed" (base 10, frequencies learned per block and
-            head, same paper), "learned" (absolute embedding, resampled to other grids) or "none" (no positions).
-        num_classes: Width of the head; 0 leaves the pooled features.
-        image_size: Size of the training images in pixels, an int or (height, width).
-        channels: Channels of the images.
-        class_token: Classify from a class token rather than from the mean of the patch tokens.
-        drop_path: Stochastic depth of the last block; earlier blocks get proportionally less.
+    Parameters
+    ----------
+    size
+        Name of the size, a slash and the patch in pixels: "Ti/16", "S/16", "B/16", "L/16" or "N/2".
+    rope
+        "axial" (base 100) or "mixed" (base 10, frequencies learned for each block and head), both after Heo et al.,
+        arXiv 2403.13298; "learned" (absolute embedding, resampled to other grids); or "none" (no positions).
+    num_classes
+        Width of the head; 0 leaves the pooled features.
+    image_size
+        Size of the training images in pixels, one number or (height, width).
+    channels
+        Channels of the images.
+    class_token
+        Whether to classify from a class token rather than from the mean of the patch tokens.
+    drop_path
+        Stochastic depth of the last block; earlier blocks get proportionally less.
 
-    Raises:
-        ValueError: The size or the rope is unknown, or the image doesn't consist of whole patches.
+    Returns
+    -------
+    VisionTransformer
+        timm's model, rotary where `rope` is "axial" or "mixed".
 
+    Raises
+    ------
+    ValueError
+        If the size or the rope is unknown, or the image doesn't consist of whole patches.
+
+    Examples
+    --------
     >>> import torch
     >>> vit = rope_vit("N/2", "axial", num_classes=10, image_size=8, channels=1)
     >>> vit(torch.zeros(1, 1, 8, 12)).shape

@@ -220,10 +220,11 @@ def assert_same(one, other, where):
         assert one == other, where
 
 
-def test_resuming_a_finished_run_only_evaluates(tree, tmp_path):
+def test_resuming_a_finished_run_only_evaluates(tree, tmp_path, capsys):
     assert main(small(tree, tmp_path, "--resume", "auto")) == 0  # there is nothing to resume yet
     before = load(tmp_path / "last.pt")
     assert main(small(tree, tmp_path, "--resume", "auto", "--eval-sizes", "32")) == 0
+    assert "continues after epoch 2, changed: eval_sizes None -> [32]\n" in capsys.readouterr().out
     assert_same(load(tmp_path / "last.pt"), before, "last")
     assert list(summary_of(tmp_path)["top1"]["raw"]) == ["32"]
 

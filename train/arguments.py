@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -104,7 +105,16 @@ def make_parser() -> Parser:
     add("--workers", type=number(int, 0), help="processes that load images")
     add("--threads", type=count, help="CPU threads of torch")
     add("--device", default="auto", help="auto, cpu, cuda, mps, ...")
+    for action in parser._actions:
+        if action.dest in DEFAULTS:
+            digits, folder = (word(value) for value in DEFAULTS[action.dest])
+            action.help = f"{action.help or ''} [digits: {digits}; folder: {folder}]".lstrip()
     return parser
+
+
+def word(value: Any) -> str:
+    """A default as the help shows it."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str("none" if value is None else value)
 
 
 def config_flags(parser: Parser, path: str) -> list[str]:
@@ -146,8 +156,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     >>> settings.rope, settings.lr, settings.model, settings.img_size
     ('mixed', 0.001, 'N/2', 8)
     """
-    import sys
-
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
     args = parser.parse_args(words)

@@ -47,6 +47,8 @@ def run(args: Any) -> dict[str, Any]:
         images = readable_images(images, args)
     session = Session.start(args, settings, images, device, state)
     session.announce()
+    if state and session.primary:
+        print(continuation(state, settings))
     session.train()
     return session.finish()
 
@@ -78,3 +80,15 @@ def resume_path(args: Any) -> str | None:
         return args.resume
     last = Path(args.output) / "last.pt"
     return str(last) if last.is_file() else None
+
+
+def continuation(state: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Where a checkpoint is continued, and which settings of the recipe differ from those it was made with.
+
+    >>> continuation({"epoch": 3, "args": {"lr": 0.1, "seed": 0}}, {"lr": 0.2, "seed": 0})
+    'continues after epoch 3, changed: lr 0.1 -> 0.2'
+    """
+    recipe = state["args"].keys() - {"output", "resume", "config", "workers", "threads", "device", "verify"}
+    old = {key: state["args"][key] for key in sorted(recipe)}
+    changed = [f"{key} {value} -> {settings.get(key)}" for key, value in old.items() if settings.get(key) != value]
+    return f"continues after epoch {state['epoch']}" + (", changed: " + ", ".join(changed) if changed else "")
