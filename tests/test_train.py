@@ -91,6 +91,15 @@ def test_best_weights_are_usable_alone(short_digits):
     assert 100 * right / 450 == pytest.approx(about["top1"]) == pytest.approx(summary_of(short_digits)["best"]["top1"])
 
 
+def test_weights_of_the_best_epoch_are_kept(tree, tmp_path, monkeypatch):
+    measured = iter([50.0, 40.0, 60.0, 60.0])
+    monkeypatch.setattr("train.session.evaluate", lambda *_: {"loss": 1.0, "top1": next(measured), "top5": 100.0})
+    assert main(small(tree, tmp_path, "--epochs", "4")) == 0
+    with safe_open(tmp_path / "best.safetensors", framework="pt") as file:
+        about = json.loads(file.metadata()["axial_rope"])
+    assert {"epoch": about["epoch"], "top1": about["top1"]} == summary_of(tmp_path)["best"] == {"epoch": 3, "top1": 60.0}
+
+
 def test_checkpoint_holds_classes_and_settings(short_digits):
     state = load(short_digits / "last.pt")
     assert state["classes"] == [str(digit) for digit in range(10)]
@@ -111,13 +120,13 @@ def test_default_run_is_as_good_as_the_readme_says(tmp_path, capsys):
 
 @pytest.mark.parametrize("rope", ["axial", "mixed", "learned", "none"])
 def test_folder_of_images_is_learned(tree, tmp_path, rope):
-    words = small(tree, tmp_path, "--rope", rope, "--epochs", "6", "--eval-sizes", "16", "24", "--lr", "5e-3")
+    words = small(tree, tmp_path, "--rope", rope, "--epochs", "12", "--eval-sizes", "16", "24", "--lr", "5e-3")
     assert main(words) == 0
     summary = summary_of(tmp_path)
     rules = {"learned": ["resampled"], "none": ["none"]}.get(rope, ["raw", "interpolated"])
     assert list(summary["top1"]) == rules
     assert summary["classes"] == ["cat", "dog", "emu"]
-    assert (summary["train_images"], summary["val_images"], summary["steps"]) == (24, 12, 24)
+    assert (summary["train_images"], summary["val_images"], summary["steps"]) == (24, 12, 48)
     for top1 in summary["top1"].values():
         assert top1["16"] >= 75, summary["top1"]
 
