@@ -6,6 +6,7 @@ import pytest
 import torch
 from timm.optim import create_optimizer_v2
 
+from axial_rope import Axial, Mixed
 from models.rope_vit import SIZES, rope_vit
 
 
@@ -33,6 +34,12 @@ def test_sizes_are_those_of_the_papers(name):
 def test_only_learned_positions_add_parameters(rope, extra):
     """Learned: 16 patches of width 64. Mixed: 2 axes, 4 blocks, 2 heads, 16 pairs."""
     assert count(small_vit(rope)) - count(small_vit("none")) == extra
+
+
+def test_families_are_those_of_the_paper():
+    assert small_vit("axial").rope.family == Axial(head_dim=32, axes=2, base=100.0)
+    assert small_vit("mixed").rope.family == Mixed(head_dim=32, heads=2, blocks=4, base=10.0)
+    assert small_vit("axial").pos_embed is None and small_vit("mixed").pos_embed is None
 
 
 @pytest.mark.parametrize("rope", ["axial", "mixed", "learned", "none"])

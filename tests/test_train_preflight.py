@@ -122,6 +122,7 @@ def test_unknown_class_in_the_subset(tree, tmp_path, refused):
         ("--scale 1 0.5", "scale must be a range from low to high: got 1.0 0.5"),
         ("--mixup 0.2 -b 31", "batch-size must be even for mixup and cutmix: got 31"),
         ("--epochs 2 --warmup-epochs 3", "warmup-epochs must be at most epochs = 2: got 3.0"),
+        ("-b 1348", "batch-size must be at most the 1347 training images of a process: got 1348"),
         ("--subset cat", "subset must come with a data folder: got none"),
         ("--resume gone.pt", "resume must be a checkpoint file: got gone.pt, which isn't there"),
         ("--opt adamm", "opt must be an optimizer of timm: got adamm"),
