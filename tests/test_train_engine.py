@@ -220,8 +220,11 @@ def test_sweep_uses_both_rules_and_leaves_the_positions_as_they_were():
         asked.append(size)
         return [(torch.randn(4, 1, size, size), torch.arange(4))]
 
+    used = []
+    model.register_forward_pre_hook(lambda *_: used.append(model.rope_positions(8, 8)[-1, 0].item()))
     top1 = sweep(task, loader_of, [6, 8], (4, 4), "axial", Precision("cpu"))
     assert asked == [6, 8]
+    assert used == [7.0, 3.5] * 2
     assert {rule: list(values) for rule, values in top1.items()} == {"raw": [6, 8], "interpolated": [6, 8]}
     assert model.rope_positions is grid_positions
     assert list(sweep(task, loader_of, [6], (4, 4), "learned", Precision("cpu"))) == ["resampled"]
