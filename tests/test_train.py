@@ -16,7 +16,7 @@ from models.rope_vit import rope_vit
 from train.checkpoint import write_atomic
 from train.data import digits, eval_loader
 from train.program import main
-from train.session import Session
+from train.training import Training
 
 FILES = ["best.safetensors", "last.pt", "metrics.csv", "resolution.png", "summary.json", "training.png"]
 ROOT = Path(__file__).parent.parent
@@ -92,7 +92,7 @@ def test_best_weights_are_usable_alone(short_digits):
 
 def test_weights_of_the_best_epoch_are_kept(tree, tmp_path, monkeypatch):
     measured = iter([50.0, 40.0, 60.0, 60.0])
-    monkeypatch.setattr("train.session.evaluate", lambda *_: {"loss": 1.0, "top1": next(measured), "top5": 100.0})
+    monkeypatch.setattr("train.training.evaluate", lambda *_: {"loss": 1.0, "top1": next(measured), "top5": 100.0})
     assert main(small(tree, tmp_path, "--epochs", "4")) == 0
     with safe_open(tmp_path / "best.safetensors", framework="pt") as file:
         about = json.loads(file.metadata()["axial_rope"])
@@ -189,17 +189,17 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tree, tmp_path, mo
     words = [*RECIPES[recipe].split(), "--epochs", "4", "--warmup-epochs", "1"]
     assert main(small(tree, tmp_path / "whole", *words)) == 0
 
-    record = Session.record
+    record = Training.record
 
-    def interrupted(session, epoch, *rest):
-        record(session, epoch, *rest)
+    def interrupted(training, epoch, *rest):
+        record(training, epoch, *rest)
         if epoch == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "record", interrupted)
+    monkeypatch.setattr(Training, "record", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(small(tree, tmp_path / "parts", *words))
-    monkeypatch.setattr(Session, "record", record)
+    monkeypatch.setattr(Training, "record", record)
     assert load(tmp_path / "parts" / "last.pt")["epoch"] == 2
     assert main(small(tree, tmp_path / "parts", *words, "--resume", "auto")) == 0
 

@@ -15,7 +15,7 @@ from train.checkpoint import load_checkpoint
 from train.data import Images, digits, without_broken
 from train.errors import Refusal, Stopped
 from train.preflight import check_batches, check_classes, check_settings, scan, short
-from train.session import Session
+from train.training import Training
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,12 +45,12 @@ def run(args: Any) -> dict[str, Any]:
     state = load_checkpoint(args.resume, args, images.classes) if args.resume else None
     if args.data and args.verify:
         images = readable_images(images, args)
-    session = Session.start(args, settings, images, device, state)
-    session.announce()
-    if state and session.primary:
+    training = Training.start(args, settings, images, device, state)
+    training.announce()
+    if state and training.primary:
         print(continuation(state, settings))
-    session.train()
-    return session.finish()
+    training.train()
+    return training.finish()
 
 
 def choose_device(args: Any) -> torch.device:

@@ -22,7 +22,7 @@ from train.preflight import fingerprint
 
 
 @dataclass
-class Session:
+class Training:
     """A run's moving parts. `settings` are the arguments as given; `history` has a row for each finished epoch."""
 
     args: Any
@@ -35,19 +35,19 @@ class Session:
     seconds: float = 0.0
 
     @classmethod
-    def start(cls, args: Any, settings: dict[str, Any], images: Images, device: torch.device, state: Any) -> Session:
-        """A session at its first epoch, or after the last epoch of a checkpoint `state`; nothing is written yet."""
+    def start(cls, args: Any, settings: dict[str, Any], images: Images, device: torch.device, state: Any) -> Training:
+        """A run at its first epoch, or after the last epoch of a checkpoint `state`; nothing is written yet."""
         seed_epoch(args.seed, 0)
         batches = make_batches(args, images, device)
         task = make_task(args, make_model(args, images), device)
         trainer = make_trainer(args, task, updates_in(batches, args.grad_accum_steps), device)
-        session = cls(args, settings, images, device, trainer, batches, [])
+        training = cls(args, settings, images, device, trainer, batches, [])
         if state:
             with refusing(f"resume must fit the model and the optimizer: {args.resume} does not"):
-                session.restore(state)
+                training.restore(state)
         if args.distributed:
             task.prepare_distributed(device_ids=[device.index] if device.type == "cuda" else None)
-        return session
+        return training
 
     @property
     def primary(self) -> bool:
