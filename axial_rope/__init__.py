@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from axial_rope.attention import RotaryAttention
 from axial_rope.embedding import RotaryEmbedding
-from axial_rope.frequencies import Axial, Family, Mixed, Periods, Pixels, family_from_dict
+from axial_rope.frequencies import Axial, Extended, Family, Mixed, MRope, Periods, Pixels, family_from_dict
 from axial_rope.positions import axis_positions, centered_positions, grid_positions, pixel_positions
 from axial_rope.rotation import Rotation, angles, layout_permutation, pair_channels, rotate
 
@@ -20,7 +20,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Axial",
+    "Extended",
     "Family",
+    "MRope",
     "Mixed",
     "Periods",
     "Pixels",

@@ -103,7 +103,8 @@ class RotaryEmbedding(nn.Module):
         scale, family = self.family.scale, self.family
         cos, sin = turned.cos(), turned.sin()
         if scale != 1.0:
-            cos, sin = cos * scale, sin * scale
+            factor = torch.tensor(scale, dtype=cos.dtype, device=cos.device) if isinstance(scale, tuple) else scale
+            cos, sin = cos * factor, sin * factor
         return Rotation(cos, sin, family.head_dim, family.layout, family.split)
 
     def per_block(self, positions: Tensor, blocks: int) -> list[Rotation]:

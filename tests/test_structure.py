@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # A room imports only rooms before it.
-ROOMS = ["positions", "rotation", "frequencies", "embedding", "attention", "timm_vit"]
+ROOMS = ["positions", "rotation", "frequencies", "extension", "embedding", "attention", "timm_vit"]
 PACKAGES = ["axial_rope", "models", "train"]
 
 
