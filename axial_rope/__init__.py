@@ -10,7 +10,26 @@ from typing import TYPE_CHECKING, Any
 from axial_rope.attention import RotaryAttention
 from axial_rope.embedding import RotaryEmbedding
 from axial_rope.frequencies import Axial, Extended, Family, Mixed, MRope, Periods, Pixels, family_from_dict
-from axial_rope.positions import axis_positions, centered_positions, grid_positions, pixel_positions
+from axial_rope.positions import (
+    Image,
+    Text,
+    Video,
+    augment_positions,
+    axis_positions,
+    block_order,
+    centered_positions,
+    cropped_positions,
+    frame_times,
+    grid_positions,
+    merge_order,
+    merged_positions,
+    multimodal_parts,
+    multimodal_positions,
+    packed_mask,
+    packed_positions,
+    pixel_positions,
+    window_order,
+)
 from axial_rope.rotation import Rotation, angles, layout_permutation, pair_channels, rotate
 
 if TYPE_CHECKING:
@@ -22,6 +41,7 @@ __all__ = [
     "Axial",
     "Extended",
     "Family",
+    "Image",
     "MRope",
     "Mixed",
     "Periods",
@@ -30,16 +50,29 @@ __all__ = [
     "RotaryEmbedding",
     "RotaryVisionTransformer",
     "Rotation",
+    "Text",
+    "Video",
     "angles",
+    "augment_positions",
     "axis_positions",
+    "block_order",
     "centered_positions",
+    "cropped_positions",
     "family_from_dict",
+    "frame_times",
     "grid_positions",
     "layout_permutation",
     "make_rotary",
+    "merge_order",
+    "merged_positions",
+    "multimodal_parts",
+    "multimodal_positions",
+    "packed_mask",
+    "packed_positions",
     "pair_channels",
     "pixel_positions",
     "rotate",
+    "window_order",
 ]
 
 

@@ -83,7 +83,7 @@ class Axial(AxialFamily):
         if not self.dealt:
             return own
         turns = [tuple(range(turn, self.pairs, self.columns)) for turn in range(self.columns)]
-        return [series._replace(index=turn, length=self.pairs) for series, turn in zip(own, turns, strict=True)]
+        return [series._replace(places=turn, length=self.pairs) for series, turn in zip(own, turns, strict=True)]
 
     def band(self, index: int) -> Tensor:
         if self.dealt:

@@ -40,7 +40,7 @@ class Series(NamedTuple):
         Row of the table, which is the position column.
     pairs
         The pairs of the table that are of this axis.
-    index
+    places
         Place of each of them in its series.
     length
         Frequencies of the whole series; more than `pairs` has where one series is dealt to several axes.
@@ -50,7 +50,7 @@ class Series(NamedTuple):
 
     row: int
     pairs: tuple[int, ...]
-    index: tuple[int, ...]
+    places: tuple[int, ...]
     length: int
     first: float
     base: float | None

@@ -56,7 +56,7 @@ class Ntk(Rule):
 
     def apply(self, frequencies: Tensor, series: Series) -> Tensor:
         stretched = self.after(series)
-        return stretched.first * geometric(float(stretched.base or 1.0), series.length)[list(series.index)]
+        return stretched.first * geometric(float(stretched.base or 1.0), series.length)[list(series.places)]
 
     def after(self, series: Series) -> Series:
         if series.length < 2:
@@ -77,7 +77,7 @@ class Yarn(Rule):
     geometric_only = True
 
     def apply(self, frequencies: Tensor, series: Series) -> Tensor:
-        index = torch.tensor(series.index, dtype=torch.float32, device="cpu")
+        index = torch.tensor(series.places, dtype=torch.float32, device="cpu")
         low, high = self.place(self.beta_fast, series), self.place(self.beta_slow, series)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -135,7 +135,7 @@ class LongRope(Rule):
             raise ValueError(
                 f"factors must have one number per frequency of the axis, {series.length}: got {len(self.factors)}"
             )
-        return frequencies / torch.tensor(self.factors, dtype=torch.float32, device="cpu")[list(series.index)]
+        return frequencies / torch.tensor(self.factors, dtype=torch.float32, device="cpu")[list(series.places)]
 
     @property
     def scale(self) -> float:
@@ -150,7 +150,7 @@ class Proportional(Rule):
     factor: float = 1.0
 
     def apply(self, frequencies: Tensor, series: Series) -> Tensor:
-        index = torch.tensor(series.index, device="cpu")
+        index = torch.tensor(series.places, device="cpu")
         return torch.where(index < int(self.part * series.length), frequencies / self.factor, 0.0)
 
 

@@ -1,12 +1,4 @@
-"""Where tokens are: functions that give each token a position on every axis.
-
-Positions are float32 tensors of shape (tokens, axes), or (batch, tokens, axes) where samples differ. The columns stand in
-the order (t, y, x): a video has three, an image two (y, x), a text one. Tokens are in row-major order, frames first. A grid
-is always (height, width), or (frames, height, width); nothing is ever inferred from a number of tokens.
-
-Plain tensor arithmetic does the rest: ``grid_positions(4, 6) + 1``, ``grid_positions(4, 6) * torch.tensor([2.0, 1.0])``,
-``grid_positions(4, 6)[kept]``.
-"""
+"""Positions of the cells of a grid."""
 
 from __future__ import annotations
 
@@ -14,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-__all__ = ["axis_positions", "centered_positions", "grid_positions", "pixel_positions"]
 
 Offset = float | Sequence[float]
 
@@ -170,6 +160,46 @@ def pixel_positions(*size: int, device: torch.device | str | None = None) -> Ten
     """
     _check_size(size)
     return axis_positions(*(torch.linspace(-1.0, 1.0, n, dtype=torch.float32, device=device) for n in size))
+
+
+def cropped_positions(*size: int, start: Offset, stop: Offset, device: torch.device | str | None = None) -> Tensor:
+    """Positions of a grid that is laid over the cells `start` to `stop` of another.
+
+    An axis of n cells gets n even steps from ``start`` to ``stop * (n - 1) / n``: CogVideoX's
+    ``get_3d_rotary_pos_embed(grid_type="linspace")`` with ``crops_coords``. Portrait and landscape are transposes of each
+    other where their crops are.
+
+    Parameters
+    ----------
+    size
+        The grid: ``(length,)``, ``(height, width)`` or ``(frames, height, width)``.
+    start, stop
+        One number each, or one per axis in the order of `size`; CogVideoX has 0 and the number of frames on t.
+    device
+        Where the positions are made.
+
+    Returns
+    -------
+    Tensor
+        float32, (tokens, axes), columns (t, y, x).
+
+    Raises
+    ------
+    ValueError
+        If an axis has less than one cell, or `start` or `stop` don't have one value per axis.
+
+    Examples
+    --------
+    >>> cropped_positions(4, start=0.0, stop=6.0).flatten().tolist()
+    [0.0, 1.5, 3.0, 4.5]
+    """
+    _check_size(size)
+    starts, stops = _per_axis("start", start, len(size)), _per_axis("stop", stop, len(size))
+    steps = [
+        torch.linspace(first, last * (n - 1) / n, n, dtype=torch.float32, device=device)
+        for n, first, last in zip(size, starts, stops, strict=True)
+    ]
+    return axis_positions(*steps)
 
 
 def _check_size(size: Sequence[int]) -> None:
