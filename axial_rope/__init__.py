@@ -5,6 +5,7 @@
 Importing this package loads torch and einops; timm is loaded when `make_rotary` is first asked for.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from axial_rope.attention import RotaryAttention
@@ -78,7 +79,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("RotaryVisionTransformer", "make_rotary"):
-        from axial_rope import timm_vit
-
-        return getattr(timm_vit, name)
+        return getattr(import_module("axial_rope.timm_vit"), name)
+    if name in ("beyond_rotation", "conversion", "extension", "presets"):
+        return import_module(f"axial_rope.{name}")
     raise AttributeError(f"module 'axial_rope' has no attribute {name!r}")

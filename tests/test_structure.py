@@ -10,7 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # A room imports only rooms before it.
-ROOMS = ["positions", "rotation", "frequencies", "extension", "embedding", "attention", "timm_vit"]
+ROOMS = [
+    "positions",
+    "rotation",
+    "frequencies",
+    "extension",
+    "embedding",
+    "attention",
+    "beyond_rotation",
+    "presets",
+    "timm_vit",
+    "conversion",
+]
 PACKAGES = ["axial_rope", "models", "train"]
 
 
