@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from axial_rope.frequencies import Family, Periods
-from axial_rope.rotation import Rotation, angles
+from axial_rope.rotation import Rotation, angles, period_angles
 
 __all__ = ["RotaryEmbedding"]
 
@@ -52,17 +52,19 @@ class RotaryEmbedding(nn.Module):
     """
 
     frequencies: Tensor
+    periods: Tensor | None
 
     def __init__(self, family: Family) -> None:
         super().__init__()
         if not isinstance(family, Family):
             raise TypeError(f"family must be a family of frequencies such as Axial(head_dim=64): got {family!r}")
         self.family = family
-        frequencies = family.frequencies()
         if family.learned:
-            self.frequencies = nn.Parameter(frequencies.to(torch.get_default_device()))
+            self.frequencies = nn.Parameter(family.frequencies().to(torch.get_default_device()))
         else:
-            self.register_buffer("frequencies", frequencies.to(torch.get_default_device()), persistent=False)
+            self.register_buffer("frequencies", None, persistent=False)
+        self.register_buffer("periods", None, persistent=False)
+        self._fill_tables(torch.get_default_device())
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation of tokens at `positions`.
@@ -99,7 +101,8 @@ class RotaryEmbedding(nn.Module):
             )
         if positions.dtype != torch.float64:
             positions = positions.to(torch.float32)
-        turned = angles(positions.to(self.frequencies.device), self.frequencies)
+        positions = positions.to(self.frequencies.device)
+        turned = angles(positions, self.frequencies) if self.periods is None else period_angles(positions, self.periods)
         scale, family = self.family.scale, self.family
         cos, sin = turned.cos(), turned.sin()
         if scale != 1.0:
@@ -134,17 +137,23 @@ class RotaryEmbedding(nn.Module):
             return tensor.to(moved.device) if moved.dtype in HALF else moved
 
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
-        if not self.family.learned:
-            # Made anew, since `to_empty` leaves a buffer that no checkpoint fills with whatever was in memory.
-            self.frequencies = self.family.frequencies().to(self.frequencies.device)
+        # Made anew, since `to_empty` leaves a buffer that no checkpoint fills with whatever was in memory.
+        self._fill_tables(self.frequencies.device)
         return self
+
+    def _fill_tables(self, device: torch.device) -> None:
+        """Make the tables of a fixed family, on that device."""
+        if not self.family.learned:
+            self.frequencies = self.family.frequencies().to(device)
+            periods = self.family.period_table()
+            self.periods = None if periods is None else periods.to(device)
 
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any, **options: Any
     ) -> None:
         drop_legacy_tables(state_dict, prefix, self.family)
         if not self.family.learned and self.frequencies.is_meta:
-            self.frequencies = self.family.frequencies()  # a model made on the meta device and loaded with assign=True
+            self._fill_tables(torch.device("cpu"))  # a model made on the meta device and loaded with assign=True
         super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
 
 

@@ -12,6 +12,7 @@ Layouts, drawn for a head of 8 channels with pairs 0 1 on y and 2 3 on x (a, b a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,6 +63,32 @@ def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
     for column, row in zip(columns[1:], frequencies[1:], strict=True):
         total = total + column[..., None] * row.unsqueeze(-2)
     return total
+
+
+def period_angles(positions: Tensor, periods: Tensor) -> Tensor:
+    """The angle ``2 pi * position / period`` of each pair and token, in DINOv3's order of operations.
+
+    Float32 rounds ``position * (2 pi / period)`` elsewhere, by up to 1e-5 at an angle of 100.
+
+    Parameters
+    ----------
+    positions
+        (N, A) or (B, N, A).
+    periods
+        (A, P), infinite where a pair doesn't turn along an axis.
+
+    Returns
+    -------
+    Tensor
+        (N, P) or (B, 1, N, P).
+
+    Examples
+    --------
+    >>> period_angles(torch.tensor([[0.5, 0.25]]), torch.tensor([[1.0, torch.inf], [torch.inf, 2.0]])) / torch.pi
+    tensor([[1.0000, 0.2500]])
+    """
+    around = 2 * math.pi * (positions if positions.dim() == 2 else positions[:, None])  # (N, A) or (B, 1, N, A)
+    return torch.stack([around[..., axis, None] / row for axis, row in enumerate(periods)]).sum(dim=0)
 
 
 @dataclass(frozen=True)

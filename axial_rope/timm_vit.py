@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from axial_rope.embedding import RotaryEmbedding, drop_legacy_tables
 from axial_rope.frequencies import Family, Mixed
 from axial_rope.positions import grid_positions
+from axial_rope.presets import Scheme
 from axial_rope.rotation import Rotation, rotate
 
 __all__ = ["RotaryVisionTransformer", "make_rotary"]
@@ -34,9 +35,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def make_rotary(
     vit: Model,
-    family: Family,
+    family: Family | Scheme,
     *,
-    positions: Positions = grid_positions,
+    positions: Positions | None = None,
     keep_pos_embed: bool = True,
     strength: float = 1.0,
 ) -> Model:
@@ -52,11 +53,12 @@ def make_rotary(
         A model of ``timm.create_model`` whose class is `VisionTransformer` (vit_*, deit3_*, DINOv2's, CLIP's towers, ...),
         with any of timm's `Block` or `ResPostBlock` blocks, or such a model under ``features_only=True``.
     family
-        Frequencies for the head width of the model and two axes.
+        Frequencies for the head width of the model and two axes, or one of `axial_rope.presets`, which has positions too.
     positions
-        From a grid of patches to their positions: called as ``positions(height, width, device=...)``, it returns
-        (height * width, 2), or that for each sample. ``functools.partial(grid_positions, reference=(14, 14))`` interpolates
-        every grid to that of a pretraining. Kept as ``vit.rope_positions``, and may be replaced there.
+        From a grid of patches to their positions; `grid_positions`, or those of the preset, by default. Called as
+        ``positions(height, width, device=...)``, it returns (height * width, 2), or that for each sample.
+        ``functools.partial(grid_positions, reference=(14, 14))`` interpolates every grid to that of a pretraining. Kept as
+        ``vit.rope_positions``, and may be replaced there.
     keep_pos_embed
         Whether the absolute position embedding stays. A checkpoint that has one can be loaded either way.
     strength
@@ -85,6 +87,7 @@ def make_rotary(
     torch.Size([1, 1000])
     """
     model = vit.model if isinstance(vit, FeatureGetterNet) else vit
+    family, positions = _scheme(family, positions)
     rope = RotaryEmbedding(family)
     _check_model(model, family)
     _check_strength(strength)
@@ -292,6 +295,15 @@ def _gather_tokens(positions: Tensor, kept: Tensor) -> Tensor:
     if positions.dim() == 2:
         return positions[kept]
     return positions.gather(1, kept[..., None].expand(-1, -1, positions.shape[-1]))
+
+
+def _scheme(family: Family | Scheme, positions: Positions | None) -> tuple[Family, Positions]:
+    """The family and the positions of what `make_rotary` was given."""
+    if not isinstance(family, Scheme):
+        return family, grid_positions if positions is None else positions
+    if family.rotate is not rotate:
+        raise ValueError(f"family must be a rotation: got a preset whose rotate is {family.rotate.__name__}")
+    return family.family, family.positions if positions is None else positions
 
 
 def _check_strength(strength: float) -> None:

@@ -92,6 +92,10 @@ class Family(ABC):
         """Factor on the rotated channels, one or one per pair (1 but for YaRN and LongRoPE)."""
         return 1.0
 
+    def period_table(self) -> Tensor | None:
+        """(axes, pairs): periods to divide positions by instead, infinite off a pair's axis; None where there are none."""
+        return None
+
     def series(self) -> list[Series]:
         """The series of each axis, in the order in which they stand in the head.
 

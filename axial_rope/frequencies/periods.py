@@ -83,6 +83,12 @@ class Periods(AxialFamily):
     def band(self, index: int) -> Tensor:
         return 2 * math.pi / self.period_band(self.split[index])
 
+    def period_table(self) -> Tensor:
+        table = torch.full((self.columns, self.pairs), torch.inf, dtype=torch.float32, device="cpu")
+        for series in self.series():
+            table[series.row, list(series.pairs)] = self.period_band(len(series.pairs))
+        return table
+
     def period_band(self, pairs: int) -> Tensor:
         """The periods of an axis with that many pairs, float32, in units of position."""
         if self.periods is not None:
