@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from axial_rope import presets
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
@@ -24,3 +26,7 @@ def test_first_python_line_is_in_the_first_screen():
 def test_no_block_is_of_an_unknown_kind():
     assert {language for language, _ in BLOCKS} <= {"python", "bash", "text"}
     assert README.count("```") == 2 * len(BLOCKS)
+
+
+def test_table_of_schemes_is_what_its_command_prints():
+    assert presets.table().strip() in README
