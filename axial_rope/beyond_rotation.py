@@ -136,8 +136,8 @@ def pool_keys(
     """EfficientTAM's shorter memory: rotated keys, and values, averaged over blocks of ``pool x pool`` cells.
 
     An average of rotated keys is no rotation of anything, so this comes after `rotate`. A pooled key stands for
-    ``pool ** 2``; the logarithm of that is added to its scores (EfficientTAM's first variant: the mask of the attention), or
-    to every channel of it (the second: ``keys + log_size[:, None]``).
+    ``pool ** 2`` keys; the logarithm of that is added to its scores (EfficientTAM's first variant, with ``log_size[None]``
+    as the mask of the attention), or to every channel of it (the second: ``keys + log_size[:, None]``).
 
     Parameters
     ----------
