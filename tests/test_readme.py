@@ -1,11 +1,13 @@
-"""Every code block of the README runs."""
+"""Every code block of the README runs; commands that train for long, or need data, as far as their flags are read."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from axial_rope import presets
+from train.arguments import parse
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -30,3 +32,18 @@ def test_no_block_is_of_an_unknown_kind():
 
 def test_table_of_schemes_is_what_its_command_prints():
     assert presets.table().strip() in README
+
+
+COMMANDS = re.findall(r"-m train (--.*)", "\n".join(code for language, code in BLOCKS if language == "bash"))
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_flags_of_a_command(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("epochs: 100\nlr: 0.001\naa: 3a\n")
+    settings = parse(shlex.split(words.replace("$rope", "mixed").replace("$seed", "1")))
+    assert settings.rope in ("axial", "mixed") and settings.epochs in (38, 90, 100, 300)
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 4
