@@ -1,5 +1,8 @@
 from pathlib import Path
 
+import pytest
+import torch
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -14,3 +17,9 @@ def pytest_generate_tests(metafunc):
         # An empty folder must fail, not pass with nothing tested.
         paths = files or [folder / "no npz file found"]
         metafunc.parametrize("golden_path", paths, ids=[path.stem for path in paths])
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """Every test draws the numbers that it draws alone, in whatever order tests run."""
+    torch.manual_seed(0)

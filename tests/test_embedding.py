@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from axial_rope import Axial, Mixed, Periods, RotaryEmbedding, grid_positions
+from axial_rope.extension import yarn
 
-KINDS = [Axial(32, base=100.0), Periods(32), Mixed(32, heads=2), Mixed(32, heads=2, blocks=3)]
+KINDS = [
+    Axial(32, base=100.0),
+    Axial(32, dealt=True, layout="half"),
+    Periods(32),
+    Periods(32, period_range=(0.05, 3.0)),
+    yarn(Axial(32, base=100.0), (1.0, 2.0), 16.0),
+    Mixed(32, heads=2),
+    Mixed(32, heads=2, blocks=3),
+]
 
 
 def table(rope, *grid):

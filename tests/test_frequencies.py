@@ -4,12 +4,14 @@ import pickle
 import pytest
 import torch
 
-from axial_rope import Axial, Mixed, Periods, Pixels, family_from_dict
+from axial_rope import Axial, Mixed, MRope, Periods, Pixels, family_from_dict
 
 FAMILIES = [
     Axial(64),
     Axial(64, axes="xy", base=100.0, pairs_per_axis=(24, 8), layout="half"),
     Axial(48, axes=3, base=(100.0, 10.0, 1000.0), layout="half_per_axis"),
+    Axial(32, dealt=True),
+    MRope(64, (12, 10, 10), order="strided"),
     Periods(32),
     Periods(32, period_range=(0.1, 4.0)),
     Periods(8, periods=(0.5, 2.0)),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axial_rope import Axial, Mixed, Periods, Pixels, RotaryEmbedding, grid_positions, pair_channels, rotate
+from axial_rope import Axial, Mixed, MRope, Periods, Pixels, RotaryEmbedding, grid_positions, pair_channels, rotate
 
 LAYOUTS = st.sampled_from(["interleaved", "half", "half_per_axis"])
 AXES = st.sampled_from(["x", "yx", "xy", "tyx", "xty"])
@@ -21,11 +21,18 @@ def families(draw):
     split = split if sum(split) else (1,) * columns
     head_dim = 2 * sum(split) + 2 * draw(st.integers(0, 2))
     options = {"axes": axes, "pairs_per_axis": split, "layout": layout}
-    kind = draw(st.sampled_from([Axial, Periods, Pixels, Mixed]))
+    kind = draw(st.sampled_from([Axial, Periods, Pixels, Mixed, MRope]))
+    if kind is MRope and columns == 3:
+        section = draw(st.integers(1, 4))
+        order, base = draw(st.sampled_from(["contiguous", "strided"])), draw(st.floats(1.0, 1e5))
+        return MRope(
+            head_dim + 6 * section, (section,) * 3, base, order, 6 * section, draw(st.sampled_from(["half", "interleaved"]))
+        )
     if kind is Mixed and columns > 1:
         return Mixed(2 * columns * draw(st.integers(1, 3)), heads=2, axes=columns, layout="half")
-    if kind is Axial or kind is Mixed:
-        return Axial(head_dim, base=draw(st.floats(1.0, 1e5)), **options)
+    if kind in (Axial, Mixed, MRope):
+        dealt = len(set(split)) == 1 and draw(st.booleans())
+        return Axial(head_dim, base=draw(st.floats(1.0, 1e5)), dealt=dealt, **options)
     return kind(head_dim, **options)
 
 
@@ -90,6 +97,10 @@ def test_moving_along_an_axis_changes_the_pairs_of_that_axis_alone(data, family)
         if isinstance(family, Mixed):
             assert turned.float().mean() > 0.5
             continue
+        if isinstance(family, MRope):
+            own = torch.tensor(family.axis_of_pair) == axis
+            assert turned[own].any() and not turned[~own].any()
+            continue
         name = "tyx"[-family.columns :][axis]
         index = str(family.axes).index(name)
         start = sum(family.split[:index])
@@ -103,6 +114,7 @@ def test_moving_along_an_axis_changes_the_pairs_of_that_axis_alone(data, family)
 @pytest.mark.parametrize("layout", ["interleaved", "half", "half_per_axis"])
 def test_scores_across_rows_and_columns(layout):
     """Pitfall D1: score(q at (0,2), k at (0,1)) == score((1,2), (1,1)), and row steps differ from column steps."""
+    torch.manual_seed(0)
     rope = RotaryEmbedding(Axial(16, layout=layout))
     q, k = torch.randn(2, 1, 16)
 

@@ -24,6 +24,10 @@ def augment_positions(
     (facebookresearch/dinov3, layers/rope_position_encoding.py), on the device of the positions, so that one seed gives the
     same positions in both. DINOv3 was trained with ``rescale=2.0``.
 
+    A rotary ViT asks for positions in every forward pass, so in training its rule is replaced and put back for evaluation::
+
+        vit.rope_positions = lambda *grid, device: augment_positions(centered_positions(*grid, device=device), rescale=2.0)
+
     Parameters
     ----------
     positions
