@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axial_rope.frequencies import Family, Periods
+from axial_rope.frequencies import Extended, Family, Periods
 from axial_rope.rotation import Rotation, angles, period_angles
 
 __all__ = ["RotaryEmbedding"]
@@ -165,6 +165,8 @@ def drop_legacy_tables(state_dict: MutableMapping[str, Any], prefix: str, family
     ValueError
         If the state dict holds DINOv3's ``periods`` and `family` has others: they are weights of that checkpoint.
     """
+    while isinstance(family, Extended):
+        family = family.original
     dropped = []
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if key.endswith("periods") and isinstance(family, Periods):

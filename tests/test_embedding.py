@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from axial_rope import Axial, Mixed, Periods, RotaryEmbedding, grid_positions
-from axial_rope.extension import yarn
+from axial_rope.extension import interpolate, yarn
 
 KINDS = [
     Axial(32, base=100.0),
@@ -206,6 +206,11 @@ def test_periods_of_a_checkpoint_are_not_lost():
     with pytest.warns(UserWarning, match="dropped tables"):
         taken.load_state_dict({"periods": rounded})
     assert not torch.equal(taken.frequencies, RotaryEmbedding(formula).frequencies)
+    stretched = RotaryEmbedding(interpolate(Periods(32, periods=rounded.tolist()), 2.0))
+    with pytest.warns(UserWarning, match="dropped tables"):
+        stretched.load_state_dict({"periods": rounded})
+    with pytest.raises(ValueError, match="periods must be those of the checkpoint"):
+        RotaryEmbedding(interpolate(formula, 2.0)).load_state_dict({"periods": rounded})
 
 
 @pytest.mark.parametrize(
