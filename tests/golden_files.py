@@ -19,10 +19,23 @@ import torch
 
 # Entries of a config that tell where numbers come from, or repeat what follows from other entries.
 INFORMATION = {
-    "reference note set version versions commit unified state_dict state_dict_key q_layout tensors formula "
-    "formula_err_float64 k_err_float64 agreement_on_unmasked axis_of_pair"
+    "reference",
+    "note",
+    "set",
+    "version",
+    "versions",
+    "commit",
+    "unified",
+    "state_dict",
+    "state_dict_key",
+    "q_layout",
+    "tensors",
+    "formula",
+    "formula_err_float64",
+    "k_err_float64",
+    "agreement_on_unmasked",
+    "axis_of_pair",
 }
-INFORMATION = set(" ".join(INFORMATION).split())
 COLUMN = {"t": "t", "id": "t", "y": "y", "h": "y", "H": "y", "x": "x", "w": "x", "W": "x"}
 
 
