@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 from axial_rope.attention import RotaryAttention
 from axial_rope.embedding import RotaryEmbedding
 from axial_rope.frequencies import Axial, Extended, Family, Mixed, MRope, Periods, Pixels, family_from_dict
+from axial_rope.memory import MemoryAttention
+from axial_rope.memory_bank import MemoryBank
+from axial_rope.memory_layer import MemoryAttentionLayer, MemoryCrossAttention
+from axial_rope.memory_selection import Selection, select_frames
+from axial_rope.memory_tokens import Memory, memory_from_frames, pool_frame, sine_positions
 from axial_rope.positions import (
     Image,
     Text,
@@ -44,6 +49,11 @@ __all__ = [
     "Family",
     "Image",
     "MRope",
+    "Memory",
+    "MemoryAttention",
+    "MemoryAttentionLayer",
+    "MemoryBank",
+    "MemoryCrossAttention",
     "Mixed",
     "Periods",
     "Pixels",
@@ -51,6 +61,7 @@ __all__ = [
     "RotaryEmbedding",
     "RotaryVisionTransformer",
     "Rotation",
+    "Selection",
     "Text",
     "Video",
     "angles",
@@ -64,6 +75,7 @@ __all__ = [
     "grid_positions",
     "layout_permutation",
     "make_rotary",
+    "memory_from_frames",
     "merge_order",
     "merged_positions",
     "multimodal_parts",
@@ -72,7 +84,10 @@ __all__ = [
     "packed_positions",
     "pair_channels",
     "pixel_positions",
+    "pool_frame",
     "rotate",
+    "select_frames",
+    "sine_positions",
     "window_order",
 ]
 

@@ -1,0 +1,400 @@
+"""MemoryBank: what is kept of the frames of a video, for each object, and handed out to the next frame.
+
+Plain Python and tensors: it knows no model, no length of the video and no decoder. What a frame looks back at is decided by
+`select_frames`; what no later frame can ask for is let go, so an endless stream runs in constant memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axial_rope.memory_gather import Record, Sample, gather
+from axial_rope.memory_selection import Selection, fill, recent_frames, select_frames
+from axial_rope.memory_tokens import Grid, Memory
+
+__all__ = ["MemoryBank"]
+
+
+class MemoryBank:
+    """Memories of the objects of one video, or of the samples of a batch of clips.
+
+    Gradients flow through what is stored: write ``tokens.detach()`` where they shouldn't.
+
+    Parameters
+    ----------
+    recent, stride, max_conditioning, pointers, fill_gaps
+        See `select_frames`.
+    min_score
+        Tracked frames with a lower score aren't stored (SAM 3 asks for 0.01 of object score times IoU). Conditioning frames
+        always are.
+    evict
+        "window" lets go of what no later frame of a forward stream reads; "never" keeps all, for reading any frame, in
+        both directions.
+    max_age
+        Ages beyond it count as it: no key is then turned further in time than in training.
+    conditioning_age
+        The age of conditioning frames, whatever it really is; None leaves it.
+    device, dtype
+        Where and how tokens are stored; by default as they come. Read, they are as they came. On the CPU of a CUDA machine
+        they lie in pinned memory, and `prefetch` copies them back beside other work.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range or `evict` is unknown.
+
+    Examples
+    --------
+    >>> bank = MemoryBank(recent=2)
+    >>> for frame in range(5):
+    ...     bank.write(torch.full((1, 6, 4), float(frame)), grid=(2, 3), conditioning=frame == 0)
+    >>> memory = bank.read()
+    >>> memory.tokens[0, ::6, 0].tolist(), memory.ages[::6].tolist(), memory.slots[::6].tolist()
+    ([0.0, 3.0, 4.0], [5.0, 2.0, 1.0], [0, 2, 1])
+    """
+
+    def __init__(
+        self,
+        recent: int = 6,
+        *,
+        stride: int = 1,
+        max_conditioning: int | None = None,
+        pointers: int = 16,
+        fill_gaps: bool = False,
+        min_score: float | None = None,
+        evict: str = "window",
+        max_age: float | None = None,
+        conditioning_age: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value, least in (("recent", recent, 0), ("stride", stride, 1), ("pointers", pointers, 0)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}: got {value}")
+        if max_conditioning is not None and max_conditioning < 2:
+            raise ValueError(f"max_conditioning must be at least 2, one before and one after: got {max_conditioning}")
+        if evict not in ("window", "never"):
+            raise ValueError(f'evict must be "window" or "never": got {evict!r}')
+        if max_age is not None and max_age <= 0:
+            raise ValueError(f"max_age must be positive: got {max_age}")
+        self.recent, self.stride, self.max_conditioning, self.pointers = recent, stride, max_conditioning, pointers
+        self.fill_gaps, self.min_score, self.evict = fill_gaps, min_score, evict
+        self.max_age, self.conditioning_age = max_age, conditioning_age
+        self.device, self.dtype = None if device is None else torch.device(device), dtype
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, objects too."""
+        self._records: dict[Hashable, dict[int, Record]] = {}
+        self._newest: int | None = None
+        self._like: Tensor | None = None  # an empty tensor of the dtype and device in which tokens came
+        self._timed = False
+
+    @property
+    def objects(self) -> tuple[Hashable, ...]:
+        """Known objects, in the order in which they came."""
+        return tuple(self._records)
+
+    @property
+    def newest(self) -> int | None:
+        """The latest frame that was written, whether it was kept or not; None before the first."""
+        return self._newest
+
+    def frames(self, object: Hashable) -> tuple[int, ...]:
+        """Frames whose tokens are kept of an object."""
+        return tuple(sorted(frame for frame, record in self._track(object).items() if record.tokens is not None))
+
+    def __len__(self) -> int:
+        """Number of frames of which tokens are kept, of any object."""
+        return len({frame for object in self._records for frame in self.frames(object)})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors."""
+        records = [record for track in self._records.values() for record in track.values()]
+        return sum(t.nbytes for record in records for t in (record.tokens, record.pointer) if t is not None)
+
+    def add(self, *objects: Hashable) -> None:
+        """Make objects known that have no memory yet; writing does so too.
+
+        Raises
+        ------
+        ValueError
+            If one of them is known.
+        """
+        for object in objects:
+            if object in self._records:
+                raise ValueError(f"object must be new: got {object!r}, which the bank has among {len(self._records)}")
+        self._records.update({object: {} for object in objects})
+
+    def remove(self, *objects: Hashable) -> None:
+        """Forget objects.
+
+        Raises
+        ------
+        KeyError
+            If one of them is unknown.
+        """
+        for object in objects:
+            self._track(object)
+        for object in objects:
+            del self._records[object]
+
+    def _track(self, object: Hashable) -> dict[int, Record]:
+        if object not in self._records:
+            raise KeyError(f"object must be one of the bank's {list(self._records)}: got {object!r}")
+        return self._records[object]
+
+    def write(
+        self,
+        tokens: Tensor,
+        *,
+        grid: Grid | None = None,
+        frame: int | None = None,
+        time: float | None = None,
+        objects: Sequence[Hashable] | None = None,
+        pointers: Tensor | None = None,
+        conditioning: bool = False,
+        score: float | Sequence[float] | Tensor | None = None,
+        count: float = 1.0,
+    ) -> None:
+        """Store a frame.
+
+        Parameters
+        ----------
+        tokens
+            (B, h * w, C): B objects or samples.
+        grid
+            (h, w) of the stored tokens, which may be coarser than the frames'; None if it is always the reader's.
+        frame
+            Number of the frame; by default the one after the newest.
+        time
+            When it was, in seconds, say; by default its number. Given once, it must be given always.
+        objects
+            Names of the B objects; by default 0 .. B - 1. New ones are added.
+        pointers
+            (B, D), one pointer for each object.
+        conditioning
+            Whether the frame's mask came from the user; such frames are kept, and read whatever their age.
+        score
+            One number, or one for each object; see `min_score`.
+        count
+            How many tokens each stored token stands for, from `pool_frame`.
+
+        Raises
+        ------
+        ValueError
+            If tokens, grid, objects, pointers and scores don't fit together, or time is given in some calls only.
+        """
+        objects = self._check_write(tokens, grid, objects, pointers, time)
+        frame = (0 if self._newest is None else self._newest + 1) if frame is None else frame
+        scores = self._scores(score, len(objects))
+        self._newest = frame if self._newest is None else max(frame, self._newest)
+        self._like = tokens.new_empty(0)
+        rows = [None] * len(objects) if pointers is None else pointers.unbind(0)
+        for object, row, pointer, value in zip(objects, tokens.unbind(0), rows, scores, strict=True):
+            track = self._records.setdefault(object, {})
+            if not conditioning and self.min_score is not None and value < self.min_score:
+                continue
+            track[frame] = Record(
+                self._store(row),
+                None if pointer is None else pointer.clone(),
+                None if grid is None else (grid[0], grid[1]),
+                count,
+                float(frame) if time is None else float(time),
+                conditioning,
+            )
+        if self.evict == "window":
+            for track in self._records.values():
+                self._evict(track)
+
+    def _check_write(
+        self,
+        tokens: Tensor,
+        grid: Grid | None,
+        objects: Sequence[Hashable] | None,
+        pointers: Tensor | None,
+        time: float | None,
+    ) -> Sequence[Hashable]:
+        if tokens.dim() != 3 or (grid is not None and tokens.shape[1] != grid[0] * grid[1]):
+            rule = "h * w" if grid is None else f"{grid[0]} * {grid[1]} = {grid[0] * grid[1]}"
+            raise ValueError(f"tokens must have shape (objects, {rule}, channels): got {tuple(tokens.shape)}")
+        objects = range(tokens.shape[0]) if objects is None else objects
+        if len(objects) != tokens.shape[0] or len(set(objects)) != len(objects):
+            raise ValueError(f"objects must be {tokens.shape[0]} different names, one for each row: got {list(objects)}")
+        if pointers is not None and (pointers.dim() != 2 or pointers.shape[0] != tokens.shape[0]):
+            raise ValueError(f"pointers must have shape ({tokens.shape[0]}, channels): got {tuple(pointers.shape)}")
+        known = [record for track in self._records.values() for record in track.values()]
+        if known and (known[0].grid is None) != (grid is None):
+            raise ValueError(f"grid must be given for all frames or for none: got {grid} after {known[0].grid}")
+        if self._newest is not None and self._timed != (time is not None):
+            raise ValueError(f"time must be given for all frames or for none: got {time}")
+        self._timed = time is not None
+        return objects
+
+    @staticmethod
+    def _scores(score: float | Sequence[float] | Tensor | None, number: int) -> list[float]:
+        if score is None:
+            return [float("inf")] * number
+        values = torch.as_tensor(score, dtype=torch.float32).detach().cpu()
+        if values.dim() == 0:
+            return [values.item()] * number
+        if values.shape != (number,):
+            raise ValueError(f"score must be one number or one for each of {number} objects: got {tuple(values.shape)}")
+        return list(values.tolist())
+
+    def _store(self, tokens: Tensor) -> Tensor:
+        dtype = tokens.dtype if self.dtype is None else self.dtype
+        if self.device is not None and self.device.type == "cpu" and tokens.device.type == "cuda":
+            kept = torch.empty(tokens.shape, dtype=dtype, device="cpu", pin_memory=True)
+            return kept.copy_(tokens.detach(), non_blocking=True)
+        kept = tokens.to(self.device, dtype) if self.device is not None else tokens.to(dtype)
+        return kept.clone() if kept is tokens else kept
+
+    def _evict(self, track: dict[int, Record]) -> None:
+        """Let go of what no frame from the newest on can ask for."""
+        newest = self._newest or 0
+        conditioning = [t for t, record in track.items() if record.conditioning]
+        kept = set(conditioning)
+        if self.max_conditioning is not None:
+            kept = set(sorted(conditioning)[-self.max_conditioning :])
+        others = [t for t in track if t not in kept]
+        window = [newest, newest - 1] + recent_frames(newest, self.recent, self.stride, False)
+        if self.fill_gaps:
+            window = [newest, newest - 1] + fill(newest, others, self.recent, self.stride, False)
+        oldest = min(window)
+        for t in others:
+            asked = t >= newest - 1 or (t >= oldest and (t % self.stride == 0 or t in window))
+            if not asked or not self.recent:
+                track[t].tokens = None
+            if track[t].tokens is None and (track[t].pointer is None or t <= newest - self.pointers):
+                del track[t]
+
+    def select(self, object: Hashable, frame: int, *, reverse: bool = False, clip_length: int | None = None) -> Selection:
+        """What `frame` looks back at for one object."""
+        track = self._track(object)
+        conditioning = [t for t, record in track.items() if record.conditioning]
+        return select_frames(
+            frame,
+            [t for t, record in track.items() if not record.conditioning],
+            conditioning,
+            recent=self.recent,
+            stride=self.stride,
+            max_conditioning=self.max_conditioning,
+            pointers=self.pointers,
+            reverse=reverse,
+            fill_gaps=self.fill_gaps,
+            clip_length=clip_length,
+        )
+
+    def read(
+        self,
+        frame: int | None = None,
+        *,
+        time: float | None = None,
+        objects: Sequence[Hashable] | None = None,
+        reverse: bool = False,
+        clip_length: int | None = None,
+    ) -> Memory | None:
+        """What a frame looks back at.
+
+        Parameters
+        ----------
+        frame
+            Number of the frame that reads; by default the one after the newest.
+        time
+            When it is; must be given where the frames' times were.
+        objects
+            Objects in the order of the samples; by default all.
+        reverse
+            Whether the video is tracked backwards; only where nothing is let go.
+        clip_length
+            Frames of the whole clip, where SAM 2's scaling of pointer ages by it is wanted.
+
+        Returns
+        -------
+        Memory or None
+            None if there is nothing. Objects with less memory than others are padded, and the masks say so.
+
+        Raises
+        ------
+        KeyError
+            If an object is unknown.
+        ValueError
+            If the frame lies before the newest, or further ahead than the window reaches, or in the wrong direction.
+        """
+        objects = self.objects if objects is None else tuple(objects)
+        for object in objects:
+            self._track(object)
+        if self._newest is None or self._like is None or not objects:
+            return None
+        frame = self._newest + 1 if frame is None else frame
+        self._check_read(frame, time, reverse)
+        now = float(frame) if time is None else float(time)
+        chosen = [self.select(object, frame, reverse=reverse, clip_length=clip_length) for object in objects]
+        samples = [self._sample(o, selection, now, reverse) for o, selection in zip(objects, chosen, strict=True)]
+        if not any(sample.records or sample.pointers for sample in samples):
+            return None
+        reach = self.pointers if clip_length is None else min(self.pointers, clip_length)
+        return gather(samples, self._like, (self.pointers - 1) / max(reach - 1, 1))
+
+    def _check_read(self, frame: int, time: float | None, reverse: bool) -> None:
+        newest = self._newest or 0
+        if self._timed != (time is not None):
+            raise ValueError(
+                f"time must be given to read {'as it was' if self._timed else 'only if it was'} to write: got {time}"
+            )
+        if self.evict == "never":
+            return
+        if reverse:
+            raise ValueError('reverse must be used with evict="never": got evict="window", which forgets what lies behind')
+        reach = max(self.recent * self.stride, 1)
+        if frame < newest or (frame > newest + reach and not self.fill_gaps):
+            raise ValueError(
+                f"frame must be from the newest = {newest} to {newest + reach}, as far as the window reaches: got {frame}"
+            )
+
+    def _sample(self, object: Hashable, selection: Selection, now: float, reverse: bool) -> Sample:
+        track, sign = self._track(object), -1.0 if reverse else 1.0
+        frames = [(t, slot) for t, slot in selection.frames if track[t].tokens is not None]
+        ages = []
+        for t, slot in frames:
+            age = sign * (now - track[t].time)
+            if slot == 0 and self.conditioning_age is not None:
+                age = self.conditioning_age
+            ages.append(age if self.max_age is None else max(-self.max_age, min(age, self.max_age)))
+        pointers = [(track[t].pointer, age) for t, age in selection.pointers if track[t].pointer is not None]
+        return Sample(
+            [track[t] for t, _ in frames],
+            ages,
+            [slot for _, slot in frames],
+            [pointer for pointer, _ in pointers if pointer is not None],
+            [float(age) for _, age in pointers],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is stored, as plain data and tensors that ``torch.save`` writes and ``weights_only=True`` reads."""
+        return {
+            "newest": self._newest,
+            "timed": self._timed,
+            "like": self._like,
+            "objects": [
+                (
+                    object,
+                    [(frame, {f.name: getattr(record, f.name) for f in fields(record)}) for frame, record in track.items()],
+                )
+                for object, track in self._records.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called; the settings are those of this bank."""
+        self.reset()
+        self._newest, self._timed, self._like = state["newest"], state["timed"], state["like"]
+        for object, track in state["objects"]:
+            self._records[object] = {frame: Record(**record) for frame, record in track}
