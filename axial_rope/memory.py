@@ -242,9 +242,9 @@ class MemoryAttention(nn.Module):
             # Turned by age at read: absolute frame numbers would lose precision in a long stream.
             ages = memory.ages if memory.ages is not None else keys.new_zeros(keys.shape[:-1])
             time = -ages if memory.placed is None else -ages * memory.placed
-            shape = torch.broadcast_shapes(time.shape, keys.shape[:-1])
-            time = time.to(keys.dtype).expand(shape)
-            places, keys = F.pad(places, (1, 0)), torch.cat([time[..., None], keys.expand(*shape, 2)], dim=-1)
+            rows, columns = keys.unbind(-1)
+            keys = torch.stack(torch.broadcast_tensors(time.to(keys.dtype), rows, columns), dim=-1)  # type: ignore[no-untyped-call]
+            places = F.pad(places, (1, 0))
         return (
             list(self.rope.per_block(places, len(self.layers))),
             list(self.rope.per_block(keys, len(self.layers))) if keys.shape[-2] else [None] * len(self.layers),
@@ -277,7 +277,7 @@ class MemoryAttention(nn.Module):
         if pointers is None:
             raise ValueError("memory must have pointers: got none")
         parts = pointers.shape[2] // self.memory_dim
-        tokens = pointers.unflatten(2, (parts, self.memory_dim)).flatten(1, 2)
+        tokens = pointers.reshape(pointers.shape[0], -1, self.memory_dim)
         if memory.key_position is not None and memory.key_position.shape[-2] > length:
             return tokens, memory.key_position[..., length:, :]
         if self.pointer_age is None or self.pointer_span is None:

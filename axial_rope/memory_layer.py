@@ -208,4 +208,5 @@ class MemoryAttentionLayer(nn.Module):
         )
         x = x + self.dropout(y)
         y = self.dropout(ACTIVATIONS[self.activation](self.linear1(self.norm3(x))))
-        return x + self.dropout(self.linear2(y))
+        out: Tensor = x + self.dropout(self.linear2(y))
+        return out

@@ -10,8 +10,9 @@ The semi-supervised setting of DAVIS and YouTube-VOS: the first mask is given, a
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class MemoryEncoder(nn.Module):
         steps = int(math.log2(reduction))
         widths = [1, *(max(dim // 2 ** (steps - step), 4) for step in range(1, steps)), dim]
         layers: list[nn.Module] = []
-        for before, width in zip(widths[:-1], widths[1:], strict=True):
+        for before, width in itertools.pairwise(widths):
             layers += [nn.Conv2d(before, width, 3, stride=2, padding=1), nn.GroupNorm(1, width), nn.GELU()]
         self.down = nn.Sequential(*layers)
         self.features = nn.Conv2d(dim, dim, 1)
@@ -95,16 +96,16 @@ class MaskDecoder(nn.Module):
     def __init__(self, dim: int, channels: Sequence[int], reductions: Sequence[int]) -> None:
         super().__init__()
         self.reduction = reductions[-1]
-        self.skips, self.ups = nn.ModuleDict(), nn.ModuleList()
+        self.skips, self.ups, self.mixes = nn.ModuleDict(), nn.ModuleList(), nn.ModuleList()
         width, scale = dim, self.reduction
         while scale > 1:
             scale //= 2
             narrow = max(width // 2, 16)
             self.ups.append(nn.Sequential(nn.Conv2d(width, 4 * narrow, 1), nn.PixelShuffle(2)))
+            self.mixes.append(nn.Conv2d(narrow, narrow, 3, padding=1))
             if scale in reductions[:-1]:
                 self.skips[str(scale)] = nn.Conv2d(channels[list(reductions).index(scale)], narrow, 1)
             width = narrow
-        self.mixes = nn.ModuleList(nn.Conv2d(up[0].out_channels // 4, up[0].out_channels // 4, 3, padding=1) for up in self.ups)
         self.out = nn.Conv2d(width, 1, 3, padding=1)
 
     def forward(self, x: Tensor, maps: Mapping[int, Tensor]) -> Tensor:
@@ -122,8 +123,8 @@ class MemorySegmenter(nn.Module):
     """A backbone, memory attention, a memory encoder and a mask decoder.
 
     Args:
-        backbone: Returns feature maps from fine to coarse, the coarsest for the memory; `ConvStem`, or a timm model made with
-            ``features_only=True``, convolutional or a ViT.
+        backbone: Returns feature maps from fine to coarse, the coarsest for the memory; `ConvStem`, or a timm model made
+            with ``features_only=True``, convolutional or a ViT.
         attention: Memory attention of ``dim`` channels.
 
     >>> model = MemorySegmenter(ConvStem(3), MemoryAttention(64, 32, depth=1, heads=2, mlp_dim=128))

@@ -1,7 +1,7 @@
 """What facebookresearch/sam2 computes, frozen into golden/memory_sam2.npz: python tests/freeze_sam2.py
 
-The sam2 package (PyPI, 1.1.0) comes as source only and asks for a second copy of torch to be built, so it is no dependency of
-the tests. Run this where it is installed to make the file anew.
+The sam2 package (PyPI, 1.1.0) comes as source only and asks for a second copy of torch to be built, so it is no dependency
+of the tests. Run this where it is installed to make the file anew.
 """
 
 import json
@@ -122,9 +122,7 @@ def sam2_choice(schedule):
         for t, row in zip(seen["memory"][:split], seen["slots"][:split], strict=True)
     ]
     span = min(schedule["length"], schedule["pointers"]) - 1
-    pointers = [
-        [int(t), round(share * span)] for t, share in zip(seen["memory"][split:], distances, strict=True)
-    ]
+    pointers = [[int(t), round(share * span)] for t, share in zip(seen["memory"][split:], distances, strict=True)]
     return {"frames_read": frames, "pointers_read": pointers}
 
 

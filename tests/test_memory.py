@@ -260,9 +260,7 @@ def test_age_rows_and_pointer_ages_by_hand(frozen):
     attend = memory_attention_from_sam2({**weights, "maskmem_tpos_enc": age, **pointer}).eval()
     frames = [torch.randn(1, 15, 16) for _ in range(3)]
     pointers, ages = torch.randn(1, 2, 32), torch.tensor([9.0, 1.0])
-    memory = memory_from_frames(
-        frames, grids=[GRID] * 3, slots=[0, 6, 1], pointers=pointers, pointer_ages=ages
-    )
+    memory = memory_from_frames(frames, grids=[GRID] * 3, slots=[0, 6, 1], pointers=pointers, pointer_ages=ages)
     x = torch.randn(1, 15, 32)
     sine = sine_positions(grid_positions(*GRID), GRID, 16)
     rows = torch.cat([sine + age[row, 0, 0] for row in (6, 5, 0)])
