@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from axial_rope import MemoryAttention, MemoryBank
+from axial_rope import Memory, MemoryAttention, MemoryBank
 
-__all__ = ["ConvStem", "MemoryEncoder", "MemorySegmenter"]
+__all__ = ["ConvStem", "MemoryEncoder", "MemorySegmenter", "Tracker"]
 
 Grid = tuple[int, int]
 
@@ -145,16 +145,19 @@ class MemorySegmenter(nn.Module):
         self.encoder = MemoryEncoder(dim, attention.memory_dim, self.reduction)
         self.decoder = MaskDecoder(dim, channels, reductions)
         self.present = nn.Linear(dim, 1)
+        config = getattr(backbone, "pretrained_cfg", None) or {"mean": (0.0,), "std": (1.0,)}
+        self.register_buffer("mean", torch.tensor(config["mean"])[:, None, None], persistent=False)
+        self.register_buffer("std", torch.tensor(config["std"])[:, None, None], persistent=False)
 
     def features(self, frames: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """The coarsest map, (B, dim, h, w), and the finer ones by their reduction."""
         height, width = frames.shape[-2:]
         if height % self.reduction or width % self.reduction:
             raise ValueError(f"frames must have sides that are multiples of {self.reduction}: got {height} x {width}")
-        maps = self.backbone(frames)
+        maps = self.backbone((frames - self.mean) / self.std)
         return self.project(maps[-1]), dict(zip(self.reductions[:-1], maps[:-1], strict=True))
 
-    def segment(self, features: Tensor, maps: Mapping[int, Tensor], memory: Any) -> tuple[Tensor, Tensor]:
+    def segment(self, features: Tensor, maps: Mapping[int, Tensor], memory: Memory | None) -> tuple[Tensor, Tensor]:
         """Mask logits (B, H, W) and logits of the object's presence (B,) for features (B, dim, h, w)."""
         grid = features.shape[-2], features.shape[-1]
         seen = self.attention(features.flatten(2).mT, memory, grid=grid)
@@ -182,17 +185,105 @@ class MemorySegmenter(nn.Module):
         grid = coarse.shape[-2], coarse.shape[-1]
         steps = coarse.unflatten(0, (batch, length)).unbind(1)
         fine_steps = {scale: features.unflatten(0, (batch, length)).unbind(1) for scale, features in fine.items()}
-        masks, present = [], []
+        mask = first
+        masks, present = [torch.where(first[:, 0] > 0.5, 10.0, -10.0)], [first.flatten(1).amax(1) * 20 - 10]
         for t in range(length):
-            memory = bank.read(time=float(t * stride)) if remember and t else None
-            logits, there = self.segment(steps[t], {scale: maps[t] for scale, maps in fine_steps.items()}, memory)
-            if t == 0:
-                logits, mask = torch.where(first[:, 0] > 0.5, 10.0, -10.0), first
-            else:
+            if t:
+                memory = bank.read(time=float(t * stride)) if remember else None
+                logits, there = self.segment(steps[t], {scale: maps[t] for scale, maps in fine_steps.items()}, memory)
+                masks.append(logits)
+                present.append(there)
                 mask = logits.sigmoid()[:, None]
-            masks.append(logits)
-            present.append(there)
             if remember and t + 1 < length:
                 tokens = self.encoder(steps[t], mask)
                 bank.write(tokens, grid=grid, time=float(t * stride), conditioning=t == 0)
         return torch.stack(masks, dim=1), torch.stack(present, dim=1)
+
+
+class Tracker:
+    """Follows objects through a stream of frames of any size, one after another, in constant memory.
+
+    Args:
+        model: A trained segmenter.
+        bank: Settings of the memory, an empty bank; by default of six recent frames, with prompted ones kept.
+        vanish: Objects that the model takes for hidden are left out of the label map.
+
+    >>> model = MemorySegmenter(ConvStem(3), MemoryAttention(64, 32, depth=1, heads=2, mlp_dim=128))
+    >>> first = torch.zeros(30, 50, dtype=torch.uint8)
+    >>> first[4:9, 5:20] = 7
+    >>> maps = list(Tracker(model).track(torch.rand(3, 3, 30, 50), first))
+    >>> [map.shape for map in maps], maps[0].unique().tolist()
+    ([torch.Size([30, 50]), torch.Size([30, 50]), torch.Size([30, 50])], [0, 7])
+    """
+
+    def __init__(self, model: MemorySegmenter, bank: MemoryBank | None = None, *, vanish: bool = True) -> None:
+        self.model = model.eval()
+        self.bank = MemoryBank(pointers=0) if bank is None else bank
+        self.vanish = vanish
+        self._frame = -1
+
+    def track(
+        self, frames: Iterable[Tensor], first: Tensor, *, prompts: Mapping[int, Tensor] | None = None
+    ) -> Iterator[Tensor]:
+        """Label maps (H, W) of the frames, 0 where there is no object, as soon as each frame comes.
+
+        Args:
+            frames: (channels, H, W) each, in [0, 1]: a list, a file's decoder, a camera.
+            first: (H, W), the labels of the objects in the first frame.
+            prompts: Label maps of later frames, by their number: objects that enter there, or corrections.
+
+        Raises:
+            ValueError: A label map hasn't the frame's size, or a frame another size than the first.
+        """
+        self.bank.reset()
+        self._frame = -1
+        size = first.shape
+        for number, frame in enumerate(frames):
+            prompt = first if number == 0 else (prompts or {}).get(number)
+            for name, shape in (("frame", frame.shape[-2:]), ("prompt", size if prompt is None else prompt.shape)):
+                if tuple(shape) != tuple(size):
+                    raise ValueError(f"{name} must have the size {tuple(size)} of the first mask: got {tuple(shape)}")
+            yield self.step(frame, prompt)
+
+    @torch.no_grad()
+    def step(self, frame: Tensor, prompt: Tensor | None = None) -> Tensor:
+        """The label map of the next frame; labels of `prompt` are taken as they are, objects that it lacks are tracked."""
+        model, bank = self.model, self.bank
+        self._frame += 1
+        height, width = frame.shape[-2:]
+        padding = (0, -width % model.reduction, 0, -height % model.reduction)
+        device = model.mean.device
+        features, maps = model.features(F.pad(frame.to(device)[None], padding, mode="replicate"))
+        probability = features.new_zeros(0, height + padding[3], width + padding[1])
+        tracked = list(bank.objects)
+        if tracked:
+            many = features.expand(len(tracked), -1, -1, -1)
+            fine = {scale: finer.expand(len(tracked), -1, -1, -1) for scale, finer in maps.items()}
+            logits, present = model.segment(many, fine, bank.read(self._frame, objects=tracked))
+            if self.vanish:
+                logits = torch.where((present > 0)[:, None, None], logits, -10.0)
+            # Objects compete for each pixel, among themselves and with the background, whose logit is 0.
+            probability = F.pad(logits, (0, 0, 0, 0, 1, 0)).softmax(dim=0)[1:]
+        given = [] if prompt is None else [label for label in prompt.unique().tolist() if label not in (0, 255)]
+        if prompt is not None and given:
+            shown = F.pad(prompt.to(device)[None], padding)
+            probability = probability * (shown == 0)
+            fresh = torch.cat([(shown == label).to(probability.dtype) for label in given])
+            kept = [index for index, label in enumerate(tracked) if label not in given]
+            self._remember(features, fresh, given, conditioning=True)
+            tracked, probability = [tracked[index] for index in kept], probability[kept]
+            self._remember(features, probability, tracked, conditioning=False)
+            tracked, probability = given + tracked, torch.cat([fresh, probability])
+        else:
+            self._remember(features, probability, tracked, conditioning=False)
+        if not tracked:
+            return torch.zeros(height, width, dtype=torch.int64)
+        score, winner = probability[:, :height, :width].max(dim=0)
+        labels = torch.tensor(tracked, device=device)[winner]
+        background = 1 - probability[:, :height, :width].sum(dim=0)
+        return torch.where(score > background, labels, 0).cpu()
+
+    def _remember(self, features: Tensor, masks: Tensor, labels: Sequence[int], *, conditioning: bool) -> None:
+        if labels:
+            tokens = self.model.encoder(features.expand(len(labels), -1, -1, -1), masks[:, None])
+            self.bank.write(tokens, grid=features.shape[-2:], frame=self._frame, objects=labels, conditioning=conditioning)

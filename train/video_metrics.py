@@ -1,7 +1,7 @@
 """Region similarity J and contour accuracy F of masks, as DAVIS 2017 defines them (arXiv 1704.00675, 1607.05074).
 
-    J   |P and G| / |P or G|, 1 if both are empty
-    F   2 PR / (P + R) of boundary pixels, matched within 0.008 of the diagonal; 1 if both are empty, 0 if one is
+J   |P and G| / |P or G|, 1 if both are empty
+F   2 PR / (P + R) of boundary pixels, matched within 0.008 of the diagonal; 1 if both are empty, 0 if one is
 """
 
 from __future__ import annotations
