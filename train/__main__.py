@@ -2,7 +2,11 @@
 
 import sys
 
-from train.program import main
-
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["video"]:
+        from train.video import main
+
+        sys.exit(main(sys.argv[2:]))
+    from train.program import main
+
     sys.exit(main())

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-SPRITE = 10  # side of a digit in pixels
-VISIBLE = 20  # pixels of the target that the first frame shows at least
+SPRITE = 8  # side of a digit in pixels, as scikit-learn has it
+VISIBLE = 15  # pixels of the target that the first frame shows at least
 INK = 0.35  # from this brightness on, a pixel of the sprite belongs to the digit
 
 
@@ -27,14 +26,13 @@ class Clips(NamedTuple):
 
 
 @cache
-def sprites(split: str) -> Tensor:
+def sprites(split: str) -> np.ndarray:
     """The digits of a split as (N, SPRITE, SPRITE) in [0, 1]; every fifth one is for testing."""
     from sklearn.datasets import load_digits
 
-    images = torch.from_numpy(load_digits().images).float() / 16
-    test = torch.arange(len(images)) % 5 == 4
-    chosen = images[test if split == "test" else ~test]
-    return F.interpolate(chosen[:, None], size=(SPRITE, SPRITE), mode="bilinear", align_corners=False)[:, 0].clamp(0, 1)
+    images = load_digits().images.astype(np.float32) / 16
+    test = np.arange(len(images)) % 5 == 4
+    return images[test if split == "test" else ~test]
 
 
 def paths(rng: np.random.Generator, count: int, steps: int, room: tuple[int, int]) -> np.ndarray:
@@ -69,7 +67,7 @@ def moving_digits(
     (torch.Size([2, 3, 1, 32, 48]), [0, 1, 2, 3])
     """
     rng = np.random.default_rng([seed, 7])
-    images, (height, width) = sprites(split).numpy(), size
+    images, (height, width) = sprites(split), size
     frame_set = np.zeros((clips, frames, height, width), np.float32)
     label_set = np.zeros((clips, frames, height, width), np.uint8)
     for clip in range(clips):
