@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.memory_segmenter import ConvStem, MemorySegmenter, Tracker
+from models.memory_segmenter import ConvStem, MemorySegmenter, ViTFeatures
+from models.tracker import Tracker
 from train.arguments import Parser, number
 from train.checkpoint import save_weights, write_atomic
 from train.errors import Refusal, Stopped
@@ -54,6 +55,8 @@ def make_parser(command: str) -> Parser:
         add("--frames", type=number(int, 2), default=8, help="frames of a training clip")
         add("--strides", type=count, default=3, help="clips skip up to this many frames less one")
         add("--size", type=count, default=128, help="side of the crops, with --data")
+        add("--pretrained", action="store_true", help="start from timm's weights of the backbone")
+        add("--test-clips", type=count, default=96, help="clips of digits to evaluate on")
         add("--lr", type=number(float, 0, above=True), default=2e-3)
         return parser
     add("--weights", required=True, metavar="FILE", help="safetensors file that training wrote")
@@ -89,6 +92,8 @@ def make_backbone(name: str | None, *, colour: bool, pretrained: bool = False) -
     import timm
 
     try:
+        if "vit" in name.split("_")[0]:
+            return ViTFeatures(timm.create_model(name, pretrained=pretrained, dynamic_img_size=True, num_classes=0))
         return timm.create_model(name, features_only=True, pretrained=pretrained)
     except RuntimeError as error:
         raise Refusal(f"backbone must be a timm model: {error}") from error
@@ -98,6 +103,8 @@ def run_training(args: Any) -> dict[str, Any]:
     """Train each variant with each seed; write weights, scores and, for digits, a table and pictures."""
     output = Path(args.output)
     variants = list(VARIANTS) if "all" in args.variants else list(dict.fromkeys(args.variants))
+    if args.backbone and not args.data:
+        raise Refusal(f"backbone must come with data, since digits are grey and small: got {args.backbone} alone")
     videos = find_videos(args.data, "train") if args.data else None
     batches = Clips(videos, size=args.size, frames=args.frames, strides=args.strides) if videos else digit_batch
     output.mkdir(parents=True, exist_ok=True)
@@ -107,13 +114,20 @@ def run_training(args: Any) -> dict[str, Any]:
         for seed in args.seeds:
             name, settings = f"{variant}-{seed}", {**vars(args), "seed": seed}
             torch.manual_seed(seed)
-            model = make_model(variant, backbone=make_backbone(args.backbone, colour=videos is not None)).to(args.device)
+            model = make_model(
+                variant, backbone=make_backbone(args.backbone, colour=videos is not None, pretrained=args.pretrained)
+            )
+            model = model.to(args.device)
             remember, start = variant != "no-memory", time.process_time()
             losses = train_model(model, _namespace(settings), batches, remember=remember, name=name)
             seconds[name] = round(time.process_time() - start, 1)
             about = {"variant": variant, "backbone": args.backbone, "colour": videos is not None, "settings": settings}
             save_weights(output / f"{name}.safetensors", model.state_dict(), about)
-            scores = {"loss": sum(losses[-50:]) / len(losses[-50:])} if videos else digit_scores(model, remember=remember)
+            scores = (
+                {"loss": sum(losses[-50:]) / len(losses[-50:])}
+                if videos
+                else digit_scores(model, remember=remember, clips=args.test_clips)
+            )
             rows.setdefault(variant, {})[seed] = scores
             models.setdefault(variant, model)
             print(table({variant: {seed: scores}}).splitlines()[-1], f"  seed {seed}, {seconds[name]:.0f} CPU s", flush=True)
@@ -141,8 +155,9 @@ def draw_digits(output: Path, models: dict[str, MemorySegmenter]) -> None:
     found = {}
     for variant, model in models.items():
         first = truth[:, 0][:, None].float()
-        masks, _ = model(test.frames, first, bank=new_bank(), remember=variant != "no-memory")
-        found[variant] = masks > 0
+        device = model.mean.device
+        masks, _ = model(test.frames.to(device), first.to(device), bank=new_bank(), remember=variant != "no-memory")
+        found[variant] = masks.cpu() > 0
     write_sheet(output / "clips.png", test.frames, truth, found)
     shown = next(iter(found.values()))
     write_gif(output / "clips.gif", [overlay(*pair) for pair in zip(test.frames[0], shown[0], strict=True)], scale=6)

@@ -107,14 +107,15 @@ def train(
 def digit_scores(model: MemorySegmenter, *, remember: bool = True, clips: int = 96, frames: int = 24) -> dict[str, float]:
     """Mean IoU of the visible target on held-out digits, early (frames 1-7) and late (12-23), at each test size."""
     model.eval()
-    scores = {}
+    device, scores = model.mean.device, {}
     for name, size in TESTS.items():
         test = moving_digits(clips, frames, size=size, seed=10**9, split="test")
         truth = test.labels == 1
         masks = []
         for part, given in zip(test.frames.split(32), truth.split(32), strict=True):
-            logits, _ = model(part, given[:, 0][:, None].float(), bank=new_bank(), remember=remember)
-            masks.append(logits > 0)
+            first = given[:, 0][:, None].float().to(device)
+            logits, _ = model(part.to(device), first, bank=new_bank(), remember=remember)
+            masks.append(logits.cpu() > 0)
         iou, shown = overlaps(torch.cat(masks), truth)
         for when, span in (("early", slice(1, 8)), ("late", slice(12, None))):
             scores[f"{name} {when}"] = iou[:, span][shown[:, span]].mean().item()
