@@ -73,9 +73,7 @@ def test_transposing_frame_and_memory_commutes(grid):
     x, tokens = picture(h, w, 16), picture(h, w, 8)
     ages = torch.ones(h * w)
     out = upright(x.flatten(1, 2), Memory(tokens.flatten(1, 2), ages=ages), grid=(h, w))
-    other = lying(
-        x.transpose(1, 2).flatten(1, 2), Memory(tokens.transpose(1, 2).flatten(1, 2), ages=ages), grid=(w, h)
-    )
+    other = lying(x.transpose(1, 2).flatten(1, 2), Memory(tokens.transpose(1, 2).flatten(1, 2), ages=ages), grid=(w, h))
     torch.testing.assert_close(other.unflatten(1, (w, h)).transpose(1, 2).flatten(1, 2), out, **TOLERANCE)
 
 
@@ -399,7 +397,9 @@ def test_refusals():
         attend(x, Memory(torch.zeros(2, 0, 8), pointers=torch.zeros(2, 1, 8)), grid=(6, 8))
     with pytest.raises(ValueError, match="memory must have slots, since there is an age embedding: got none"):
         block(age_slots=7)(x, Memory(torch.zeros(2, 48, 8), ages=torch.ones(48)), grid=(6, 8))
-    with pytest.raises(ValueError, match=r"frames must have shape \(batch, latents \+ 2 \* 3 = 6, channels\): got \(2, 7, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"frames must have shape \(batch, latents \+ 2 \* 3 = 6, channels\): got \(2, 7, 8\)"
+    ):
         memory_from_frames([torch.zeros(2, 7, 8)], grids=[(2, 3)])
     with pytest.raises(ValueError, match="frames must be one or more with a grid each: got 1 frames and 2 grids"):
         memory_from_frames([torch.zeros(2, 6, 8)], grids=[(2, 3)] * 2)

@@ -23,7 +23,7 @@ def overlay(frame: Tensor, labels: Tensor, strength: float = 0.5) -> np.ndarray:
     colours = np.array(palette()).reshape(256, 3)[names]
     # The palette is dark; doubled it stands out on frames.
     picture = np.where(names[..., None] > 0, (1 - strength) * picture + strength * np.minimum(2 * colours, 255), picture)
-    edge = boundary(names)
+    edge = boundary(names) > 0
     picture[edge] = 0.5 * picture[edge] + 127
     return picture.clip(0, 255).astype(np.uint8)
 
