@@ -7,14 +7,13 @@ Plain Python and tensors: it knows no model, no length of the video and no decod
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from axial_rope.memory_gather import Record, Sample, gather
-from axial_rope.memory_selection import Selection, fill, recent_frames, select_frames
+from axial_rope.memory_selection import Selection, select_frames, still_read
 from axial_rope.memory_tokens import Grid, Memory
 
 __all__ = ["MemoryBank"]
@@ -23,7 +22,8 @@ __all__ = ["MemoryBank"]
 class MemoryBank:
     """Memories of the objects of one video, or of the samples of a batch of clips.
 
-    Gradients flow through what is stored: write ``tokens.detach()`` where they shouldn't.
+    Tokens are stored as they are written, neither projected nor rotated. Gradients flow through them: write
+    ``tokens.detach()`` where they shouldn't.
 
     Parameters
     ----------
@@ -94,6 +94,7 @@ class MemoryBank:
         self._newest: int | None = None
         self._like: Tensor | None = None  # an empty tensor of the dtype and device in which tokens came
         self._timed = False
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def objects(self) -> tuple[Hashable, ...]:
@@ -259,20 +260,18 @@ class MemoryBank:
     def _evict(self, track: dict[int, Record]) -> None:
         """Let go of what no frame from the newest on can ask for."""
         newest = self._newest or 0
-        conditioning = [t for t, record in track.items() if record.conditioning]
-        kept = set(conditioning)
-        if self.max_conditioning is not None:
-            kept = set(sorted(conditioning)[-self.max_conditioning :])
-        others = [t for t in track if t not in kept]
-        window = [newest, newest - 1] + recent_frames(newest, self.recent, self.stride, False)
-        if self.fill_gaps:
-            window = [newest, newest - 1] + fill(newest, others, self.recent, self.stride, False)
-        oldest = min(window)
-        for t in others:
-            asked = t >= newest - 1 or (t >= oldest and (t % self.stride == 0 or t in window))
-            if not asked or not self.recent:
-                track[t].tokens = None
-            if track[t].tokens is None and (track[t].pointer is None or t <= newest - self.pointers):
+        read = still_read(
+            newest,
+            [t for t, record in track.items() if not record.conditioning],
+            [t for t, record in track.items() if record.conditioning],
+            recent=self.recent,
+            stride=self.stride,
+            max_conditioning=self.max_conditioning,
+            fill_gaps=self.fill_gaps,
+        )
+        for t in set(track) - read:
+            track[t].tokens = None
+            if track[t].pointer is None or t <= newest - self.pointers:
                 del track[t]
 
     def select(self, object: Hashable, frame: int, *, reverse: bool = False, clip_length: int | None = None) -> Selection:
@@ -336,6 +335,7 @@ class MemoryBank:
         frame = self._newest + 1 if frame is None else frame
         self._check_read(frame, time, reverse)
         now = float(frame) if time is None else float(time)
+        self._await_fetched()
         chosen = [self.select(object, frame, reverse=reverse, clip_length=clip_length) for object in objects]
         samples = [self._sample(o, selection, now, reverse) for o, selection in zip(objects, chosen, strict=True)]
         if not any(sample.records or sample.pointers for sample in samples):
@@ -377,6 +377,30 @@ class MemoryBank:
             [float(age) for _, age in pointers],
         )
 
+    def prefetch(self, frame: int | None = None, *, objects: Sequence[Hashable] | None = None) -> None:
+        """Start to copy back to a CUDA device what `frame` will read, on a stream of its own, beside the work on the frame.
+
+        Call it after `write`, and `read` later, once the backbone is under way. Does nothing where tokens aren't offloaded.
+        """
+        like = self._like
+        if like is None or like.device.type != "cuda" or self.device is None or self.device.type != "cpu":
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
+        # What was stored must have arrived before it is copied back.
+        self._stream.wait_stream(torch.cuda.current_stream(like.device))
+        frame = (self._newest or 0) + 1 if frame is None else frame
+        with torch.cuda.stream(self._stream):
+            for object in self.objects if objects is None else objects:
+                for t, _ in self.select(object, frame).frames:
+                    record = self._track(object)[t]
+                    if record.tokens is not None:
+                        record.fetched = record.tokens.to(like.device, like.dtype, non_blocking=True)
+
+    def _await_fetched(self) -> None:
+        if self._stream is not None and self._like is not None:
+            torch.cuda.current_stream(self._like.device).wait_stream(self._stream)
+
     def state_dict(self) -> dict[str, Any]:
         """All that is stored, as plain data and tensors that ``torch.save`` writes and ``weights_only=True`` reads."""
         return {
@@ -386,7 +410,7 @@ class MemoryBank:
             "objects": [
                 (
                     object,
-                    [(frame, {f.name: getattr(record, f.name) for f in fields(record)}) for frame, record in track.items()],
+                    [(frame, record.as_dict()) for frame, record in track.items()],
                 )
                 for object, track in self._records.items()
             ],

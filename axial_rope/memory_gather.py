@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,19 @@ class Record:
     count: float
     time: float
     conditioning: bool
+    fetched: Tensor | None = None  # tokens on their way back to the device that reads them
+
+    def on(self, like: Tensor) -> Tensor | None:
+        """The tokens on the device and in the dtype of `like`; those fetched before are handed over once."""
+        fetched, self.fetched = self.fetched, None
+        if fetched is not None:
+            fetched.record_stream(torch.cuda.current_stream(fetched.device))
+            return fetched
+        return None if self.tokens is None else self.tokens.to(like.device, like.dtype, non_blocking=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but what is on its way, as plain data."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fetched"}
 
 
 @dataclass
@@ -51,10 +65,7 @@ class Sample:
 def gather(samples: Sequence[Sample], like: Tensor, pointer_scale: float = 1.0) -> Memory:
     """The memory of several objects, on the device and in the dtype of `like`; shorter ones are padded and masked."""
     device, dtype = like.device, like.dtype
-    frames = [
-        [record.tokens.to(device, dtype, non_blocking=True) for record in sample.records if record.tokens is not None]
-        for sample in samples
-    ]
+    frames = [[tokens for record in sample.records if (tokens := record.on(like)) is not None] for sample in samples]
     channels = next((tokens.shape[1] for rows in frames for tokens in rows), None)
     pointers = [[pointer.to(device, dtype) for pointer in sample.pointers] for sample in samples]
     width = next((pointer.shape[0] for rows in pointers for pointer in rows), 0)

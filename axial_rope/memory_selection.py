@@ -119,3 +119,32 @@ def select_frames(
         tuple((t, 0) for t in chosen) + tuple(reversed(tracked)),
         tuple((t, sign * (frame - t)) for t in past) + tuple(behind),
     )
+
+
+def still_read(
+    newest: int,
+    stored: Collection[int],
+    conditioning: Collection[int],
+    *,
+    recent: int,
+    stride: int,
+    max_conditioning: int | None,
+    fill_gaps: bool,
+) -> set[int]:
+    """The frames that a forward stream may still read, from the frame `newest` on, which may be read once more.
+
+    >>> sorted(still_read(20, range(1, 21), [0], recent=3, stride=5, max_conditioning=None, fill_gaps=False))
+    [0, 10, 15, 19, 20]
+    """
+    kept = set(conditioning)
+    if max_conditioning is not None:
+        kept = set(sorted(conditioning)[-max_conditioning:])
+    if not recent:
+        return kept
+    others = (set(stored) | set(conditioning)) - kept
+    if fill_gaps:
+        window = [newest, newest - 1, *fill(newest, others, recent, stride, False)]
+    else:
+        window = [newest, newest - 1, *recent_frames(newest, recent, stride, False)]
+    oldest = min(window)
+    return kept | {t for t in others if t in window or (t >= oldest and (t >= newest - 1 or t % stride == 0))}
