@@ -175,8 +175,8 @@ def test_equal_to_sam2(frozen, frames, pointers):
 
 
 def transformers_attention(weights):
-    modeling = pytest.importorskip("transformers.models.sam2_video.modeling_sam2_video")
     from transformers import Sam2VideoConfig
+    from transformers.models.sam2_video import modeling_sam2_video as modeling
 
     config = Sam2VideoConfig(
         memory_attention_hidden_size=32,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def make_parser(command: str) -> Parser:
         add("--variants", nargs="+", default=["rotary"], choices=[*VARIANTS, "all"], help="what the memory knows")
         add("--seeds", type=number(int, 0), nargs="+", default=[0])
         add("--backbone", metavar="NAME", help="timm model instead of a stem of three convolutions")
-        add("--steps", type=count, default=700)
+        add("--steps", type=count, default=600)
         add("--batch-size", type=count, default=12)
         add("--frames", type=number(int, 2), default=8, help="frames of a training clip")
         add("--strides", type=count, default=3, help="clips skip up to this many frames less one")
@@ -105,46 +106,43 @@ def run_training(args: Any) -> dict[str, Any]:
     variants = list(VARIANTS) if "all" in args.variants else list(dict.fromkeys(args.variants))
     if args.backbone and not args.data:
         raise Refusal(f"backbone must come with data, since digits are grey and small: got {args.backbone} alone")
-    videos = find_videos(args.data, "train") if args.data else None
-    batches = Clips(videos, size=args.size, frames=args.frames, strides=args.strides) if videos else digit_batch
+    batches = digit_batch
+    if args.data:
+        batches = Clips(find_videos(args.data, "train"), size=args.size, frames=args.frames, strides=args.strides)
+    make_backbone(args.backbone, colour=bool(args.data))  # refused before anything is written
     output.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, dict[int, dict[str, float]]] = {}
+    rows: dict[str, dict[int, dict[str, float]]] = {variant: {} for variant in variants}
     seconds, models = {}, {}
     for variant in variants:
         for seed in args.seeds:
-            name, settings = f"{variant}-{seed}", {**vars(args), "seed": seed}
-            torch.manual_seed(seed)
-            model = make_model(
-                variant, backbone=make_backbone(args.backbone, colour=videos is not None, pretrained=args.pretrained)
-            )
-            model = model.to(args.device)
-            remember, start = variant != "no-memory", time.process_time()
-            losses = train_model(model, _namespace(settings), batches, remember=remember, name=name)
-            seconds[name] = round(time.process_time() - start, 1)
-            about = {"variant": variant, "backbone": args.backbone, "colour": videos is not None, "settings": settings}
-            save_weights(output / f"{name}.safetensors", model.state_dict(), about)
-            scores = (
-                {"loss": sum(losses[-50:]) / len(losses[-50:])}
-                if videos
-                else digit_scores(model, remember=remember, clips=args.test_clips)
-            )
-            rows.setdefault(variant, {})[seed] = scores
+            start = time.process_time()
+            model, scores = train_one(variant, Namespace(**{**vars(args), "seed": seed}), batches)
+            seconds[f"{variant}-{seed}"] = round(time.process_time() - start, 1)
+            rows[variant][seed] = scores
             models.setdefault(variant, model)
-            print(table({variant: {seed: scores}}).splitlines()[-1], f"  seed {seed}, {seconds[name]:.0f} CPU s", flush=True)
+            print(table({variant: {seed: scores}}).splitlines()[-1], f"  seed {seed}", flush=True)
     summary = {"settings": vars(args), "scores": rows, "cpu_seconds": seconds}
     write_summary(output / "summary.json", summary)
     text = table(rows)
     write_atomic(output / "table.txt", lambda file: file.write(f"{text}\n".encode()))
-    if not videos:
+    if not args.data:
         draw_digits(output, models)
     print(text)
     return summary
 
 
-def _namespace(settings: dict[str, Any]) -> Any:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(**settings)
+def train_one(variant: str, args: Namespace, batches: Any) -> tuple[MemorySegmenter, dict[str, float]]:
+    """Train, save and measure one variant with one seed."""
+    torch.manual_seed(args.seed)
+    colour, remember, name = bool(args.data), variant != "no-memory", f"{variant}-{args.seed}"
+    backbone = make_backbone(args.backbone, colour=colour, pretrained=args.pretrained)
+    model = make_model(variant, backbone=backbone).to(args.device)
+    losses = train_model(model, args, batches, remember=remember, name=name)
+    about = {"variant": variant, "backbone": args.backbone, "colour": colour, "settings": vars(args)}
+    save_weights(Path(args.output) / f"{name}.safetensors", model.state_dict(), about)
+    if colour:
+        return model, {"loss": sum(losses[-50:]) / len(losses[-50:])}
+    return model, digit_scores(model, remember=remember, clips=args.test_clips)
 
 
 @torch.no_grad()
@@ -180,6 +178,8 @@ def load_model(path: str, device: str) -> MemorySegmenter:
         model = make_model(about["variant"], backbone=make_backbone(about["backbone"], colour=about["colour"]))
     except (SafetensorError, KeyError, ValueError) as error:
         raise Refusal(f"weights must be a file that python -m train video wrote: {path} is not") from error
+    if about["variant"] == "no-memory":
+        raise Refusal(f"weights must be of a model with memory: {path} is of the variant no-memory")
     model.load_state_dict(weights)
     return model.to(device)
 

@@ -1,7 +1,7 @@
 """Moving digits: clips with exact masks, made from scikit-learn's handwritten digits by a seed.
 
-Each clip shows a target, its twin (the same digit image), another digit, and a bar that passes over them; digits bounce at
-the frame, jitter, and hide one another. Only where it was tells the target from its twin.
+Each clip shows a target, its twin (the same digit image), another digit, and a bar that passes over them; digits start
+apart, bounce at the frame, jitter, and hide one another. Only where it was tells the target from its twin.
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ def draw_clip(rng: np.random.Generator, images: np.ndarray, frames: np.ndarray, 
     count, height, width = frames.shape
     target, other = rng.choice(len(images), 2, replace=False)
     digits = [images[target], images[target], images[other]]
-    corners = paths(rng, 3, (count - 1) * stride + 1, (height - SPRITE, width - SPRITE))[::stride].round().astype(int)
+    while True:  # until they start apart
+        corners = paths(rng, 3, (count - 1) * stride + 1, (height - SPRITE, width - SPRITE))[::stride].round().astype(int)
+        gaps = np.abs(corners[0] - corners[0, [1, 2, 0]]).max(axis=1)
+        if gaps.min() >= SPRITE:
+            break
     depth = rng.permutation(3)
     for frame in range(count):
         for index in depth:

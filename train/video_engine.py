@@ -47,14 +47,14 @@ def new_bank() -> MemoryBank:
 
 
 def digit_batch(args: Any, step: int) -> Batch:
-    """Clips of step `step`: first short ones, then longer ones, then ones that skip frames.
+    """Clips of step `step`: first short ones, then longer ones, then ones half of which skip frames.
 
     Tracking over long clips is learned from tracking to the next frame, and not without it: from 8 frames with strides at
     the start, no attention to places emerges in 400 steps.
     """
     progress = step / args.steps
     length = 2 if progress < 0.2 else args.frames // 2 if progress < 0.4 else args.frames
-    stride = 1 if progress < 0.4 else step % args.strides + 1
+    stride = 1 if progress < 0.4 or step % 2 else step // 2 % args.strides + 1
     clips = moving_digits(args.batch_size, length, seed=args.seed * 1_000_003 + step + 1, stride=stride)
     return Batch(clips.frames, (clips.labels == 1).float(), stride)
 
