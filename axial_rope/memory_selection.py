@@ -147,4 +147,4 @@ def still_read(
     else:
         window = [newest, newest - 1, *recent_frames(newest, recent, stride, False)]
     oldest = min(window)
-    return kept | {t for t in others if t in window or (t >= oldest and (t >= newest - 1 or t % stride == 0))}
+    return kept | {t for t in others if t in window or (t >= oldest and t % stride == 0)}

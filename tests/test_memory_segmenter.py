@@ -40,9 +40,11 @@ def test_memory_matters_and_can_be_switched_off():
 
 def test_strides_are_time():
     model, frames, first = segmenter(), torch.rand(1, 4, 1, 32, 32), square(32, 32, 3, 9)[None, None].float()
+    bank = MemoryBank(pointers=0)
     with torch.no_grad():
-        difference = model(frames, first)[0] - model(frames, first, stride=3)[0]
+        difference = model(frames, first)[0] - model(frames, first, stride=3, bank=bank)[0]
     assert difference[:, 1].abs().max() > 1e-5
+    assert bank.read(time=9.0).ages.unique().tolist() == [3, 6, 9]
 
 
 def test_gradients_reach_every_part_through_the_memory():
@@ -77,6 +79,18 @@ def test_objects_enter_and_leave():
     assert tracker.bank.frames(5) == (2, 3, 4, 5)
     tracker.bank.remove(1)
     assert set(tracker.step(frames[0]).unique().tolist()) <= {0, 5}
+
+
+def test_a_prompt_takes_its_pixels_from_the_others(monkeypatch):
+    """What is remembered of a tracked object leaves out what the user gave to another."""
+    model, remembered = segmenter(), []
+    encode = model.encoder.forward
+    monkeypatch.setattr(model.encoder, "forward", lambda x, masks: remembered.append(masks) or encode(x, masks))
+    prompt = square(32, 32, 4, 4, label=5)
+    list(Tracker(model, vanish=False).track(torch.rand(2, 1, 32, 32), square(32, 32, 3, 3), prompts={1: prompt}))
+    given, tracked = remembered[1][0, 0], remembered[2][0, 0]
+    assert torch.equal(given, (prompt == 5).float())
+    assert tracked[prompt == 5].max() == 0 < tracked[prompt == 0].min()
 
 
 def test_starts_without_an_object():
