@@ -314,3 +314,16 @@ def test_refusals():
         MemoryBank(stride=0)
     with pytest.raises(ValueError, match='evict must be "window" or "never": got \'fifo\''):
         MemoryBank(evict="fifo")
+
+
+def test_without_grids_stored_frames_have_the_readers():
+    attend, x = MemoryAttention(16, 4, depth=1, heads=2, mlp_dim=16).eval(), torch.randn(2, 6, 16)
+    tokens = torch.randn(2, 2, 6, 4)
+    with_grid, without = MemoryBank(), MemoryBank()
+    for frame in tokens:
+        with_grid.write(frame, grid=(2, 3))
+        without.write(frame)
+    assert without.read().positions is None
+    assert torch.equal(attend(x, without.read(), grid=(2, 3)), attend(x, with_grid.read(), grid=(2, 3)))
+    with pytest.raises(ValueError, match=r"whole frames of grid \(1, 5\) = 5 tokens, or have positions: got 12 tokens"):
+        attend(x[:, :5], without.read(), grid=(1, 5))
