@@ -130,10 +130,7 @@ def memory_attention_from_sam2(
 
     Examples
     --------
-    >>> theirs = {  # doctest: +SKIP
-    ...     key: tensor for key, tensor in torch.load("sam2.1_hiera_tiny.pt", weights_only=True)["model"].items()
-    ... }
-    >>> attend = memory_attention_from_sam2(theirs)  # doctest: +SKIP
+    Of a checkpoint file: ``memory_attention_from_sam2(torch.load("sam2.1_hiera_tiny.pt", weights_only=True)["model"])``.
     """
     weights = dict(sam2_memory_weights(state_dict).weights)
     depth = 1 + max(int(key.split(".")[1]) for key in weights if key.startswith("layers."))
