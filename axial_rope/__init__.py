@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Any
 from axial_rope.attention import RotaryAttention
 from axial_rope.embedding import RotaryEmbedding
 from axial_rope.frequencies import Axial, Extended, Family, Mixed, MRope, Periods, Pixels, family_from_dict
-from axial_rope.memory import MemoryAttention
-from axial_rope.memory_bank import MemoryBank
-from axial_rope.memory_layer import MemoryAttentionLayer, MemoryCrossAttention
-from axial_rope.memory_selection import Selection, select_frames
-from axial_rope.memory_tokens import Memory, memory_from_frames, pool_frame, sine_positions
+from axial_rope.memory import (
+    Memory,
+    MemoryAttention,
+    MemoryAttentionLayer,
+    MemoryBank,
+    MemoryCrossAttention,
+    Selection,
+    memory_from_frames,
+    pool_frame,
+    select_frames,
+    sine_positions,
+)
 from axial_rope.positions import (
     Image,
     Text,

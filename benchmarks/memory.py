@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from axial_rope import Memory, MemoryAttention, grid_positions, rotate
-from axial_rope.conversion_sam2 import memory_attention_from_sam2
+from axial_rope.conversion.sam2 import memory_attention_from_sam2
 
 DIM, MEMORY_DIM, DEPTH = 256, 64, 4
 

@@ -1,4 +1,4 @@
-"""What facebookresearch/sam2 computes, frozen into golden/memory_sam2.npz: python tests/freeze_sam2.py
+"""What facebookresearch/sam2 computes, frozen into frozen/sam2_memory.npz: python tests/freeze_sam2.py
 
 The sam2 package (PyPI, 1.1.0) comes as source only and asks for a second copy of torch to be built, so it is no dependency
 of the tests. Run this where it is installed to make the file anew.
@@ -139,7 +139,7 @@ def main():
     rng = np.random.default_rng(0)
     schedules = [make_schedule(rng) for _ in range(300)]
     arrays["schedules"] = json.dumps([schedule | sam2_choice(schedule) for schedule in schedules])
-    np.savez_compressed(Path(__file__).parent / "golden" / "memory_sam2.npz", **arrays)
+    np.savez_compressed(Path(__file__).parent / "frozen" / "sam2_memory.npz", **arrays)
 
 
 if __name__ == "__main__":

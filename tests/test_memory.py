@@ -21,7 +21,7 @@ from axial_rope import (
     rotate,
     sine_positions,
 )
-from axial_rope.conversion_sam2 import memory_attention_from_sam2, pool_rotated, sam2_memory_weights
+from axial_rope.conversion.sam2 import memory_attention_from_sam2, pool_rotated, sam2_memory_weights
 from tests.freeze_sam2 import FRAMES, GRID, POINTERS, make_inputs
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -152,7 +152,7 @@ def test_sam2_memory_attention():
 
 @pytest.fixture(scope="module")
 def frozen():
-    arrays, _, weights = golden("memory_sam2")
+    arrays, _, weights = golden("../frozen/sam2_memory")
     return arrays, weights
 
 

@@ -10,7 +10,7 @@ import torch
 
 from axial_rope import MemoryAttention, MemoryBank, pool_frame, select_frames
 
-FROZEN = Path(__file__).parent / "golden" / "memory_sam2.npz"
+FROZEN = Path(__file__).parent / "frozen" / "sam2_memory.npz"
 OPTIONS = ("recent", "stride", "max_conditioning", "pointers", "reverse", "future_pointers")
 
 

@@ -85,7 +85,7 @@ def test_only_differences_of_places_and_times_matter(family, monkeypatch):
     memory = memory_of([(3, 5), (3, 5)])
     out = attend(x, memory, grid=grid)
     shift = torch.tensor([2.0, -7.0])
-    monkeypatch.setattr("axial_rope.memory.grid_positions", lambda *size, device: grid_positions(*size) + shift)
+    monkeypatch.setattr("axial_rope.memory.attention.grid_positions", lambda *size, device: grid_positions(*size) + shift)
     torch.testing.assert_close(attend(x, replace(memory, positions=memory.positions + shift), grid=grid), out, **TOLERANCE)
     assert (attend(x, memory, grid=grid) - out).abs().max() > 1e-3
 

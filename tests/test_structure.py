@@ -19,15 +19,9 @@ ROOMS = [
     "attention",
     "beyond_rotation",
     "presets",
-    "memory_tokens",
-    "memory_layer",
     "memory",
-    "memory_selection",
-    "memory_gather",
-    "memory_bank",
     "timm_vit",
     "conversion",
-    "conversion_sam2",
 ]
 PACKAGES = ["axial_rope", "models", "train"]
 

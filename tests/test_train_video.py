@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 
 from models.tracker import Tracker
-from train.video import load_model, main, prompts_of
-from train.video_clips import Clips
-from train.video_digits import SPRITE, moving_digits, sprites
-from train.video_engine import Batch, digit_scores, make_model, new_bank, overlaps, train
-from train.video_folders import decode, find_videos, palette, read_frame, read_labels, write_labels
-from train.video_metrics import boundary, contour_accuracy, evaluate_video, region_similarity, summarize
-from train.video_pictures import disk_labels, overlay
+from train.video.clips import Clips
+from train.video.digits import SPRITE, moving_digits, sprites
+from train.video.engine import Batch, digit_scores, make_model, new_bank, overlaps, train
+from train.video.folders import decode, find_videos, palette, read_frame, read_labels, write_labels
+from train.video.metrics import boundary, contour_accuracy, evaluate_video, region_similarity, summarize
+from train.video.pictures import disk_labels, overlay
+from train.video.program import load_model, main, prompts_of
 
 # -- moving digits --
 

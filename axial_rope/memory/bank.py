@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axial_rope.memory_gather import Record, Sample, gather
-from axial_rope.memory_selection import Selection, select_frames, still_read
-from axial_rope.memory_tokens import Grid, Memory
+from axial_rope.memory.gather import Record, Sample, gather
+from axial_rope.memory.selection import Selection, select_frames, still_read
+from axial_rope.memory.tokens import Grid, Memory
 
 __all__ = ["MemoryBank"]
 

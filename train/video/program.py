@@ -26,13 +26,13 @@ from train.arguments import Parser, number
 from train.checkpoint import save_weights, write_atomic
 from train.errors import Refusal, Stopped
 from train.report import write_summary
-from train.video_clips import Clips
-from train.video_digits import moving_digits
-from train.video_engine import VARIANTS, digit_batch, digit_scores, make_model, new_bank, table
-from train.video_engine import train as train_model
-from train.video_folders import decode, find_videos, read_frame, read_labels, write_labels
-from train.video_metrics import evaluate_video, summarize
-from train.video_pictures import overlay, write_gif, write_sheet
+from train.video.clips import Clips
+from train.video.digits import moving_digits
+from train.video.engine import VARIANTS, digit_batch, digit_scores, make_model, new_bank, table
+from train.video.engine import train as train_model
+from train.video.folders import decode, find_videos, read_frame, read_labels, write_labels
+from train.video.metrics import evaluate_video, summarize
+from train.video.pictures import overlay, write_gif, write_sheet
 
 COMMANDS = ("train", "evaluate", "track")
 

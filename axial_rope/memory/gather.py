@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from axial_rope.memory_tokens import Grid, Memory, regrid
+from axial_rope.memory.tokens import Grid, Memory, regrid
 from axial_rope.positions import grid_positions
 
 __all__ = ["Record", "Sample", "gather"]

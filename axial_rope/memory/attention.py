@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from axial_rope.embedding import RotaryEmbedding
 from axial_rope.frequencies import Axial, Family
-from axial_rope.memory_layer import MemoryAttentionLayer, Pooling
-from axial_rope.memory_tokens import Grid, Memory, sine_ages, sine_positions
+from axial_rope.memory.layer import MemoryAttentionLayer, Pooling
+from axial_rope.memory.tokens import Grid, Memory, sine_ages, sine_positions
 from axial_rope.positions import grid_positions
 from axial_rope.rotation import Rotation
 

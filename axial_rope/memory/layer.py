@@ -1,6 +1,6 @@
 """One layer of memory attention: self-attention over a frame, cross-attention to stored tokens, a perceptron.
 
-Rotations come as arguments. What the tokens are, where and when, is known to `axial_rope.memory` alone.
+Rotations come as arguments. What the tokens are, where and when, is known to `axial_rope.memory.attention` alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MemoryCrossAttention(RotaryAttention):
             (B, M) or (1, M), added to the scores of each key for all queries and heads; -inf hides it.
         pooling
             A function of rotated keys and values, (B, heads, M - key_suffix_tokens, head_dim) each, that returns fewer of
-            both and a bias for the remaining keys; see `axial_rope.conversion_sam2`.
+            both and a bias for the remaining keys; see `axial_rope.conversion.sam2`.
 
         Returns
         -------

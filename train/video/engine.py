@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from axial_rope import MemoryAttention, MemoryBank
 from models.memory_segmenter import ConvStem, MemorySegmenter
 from train.errors import Stopped
-from train.video_digits import moving_digits
+from train.video.digits import moving_digits
 
 # What the memory knows of where and when its tokens were.
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from train.errors import Refusal
-from train.video_engine import Batch
-from train.video_folders import Video, read_frame, read_labels
+from train.video.engine import Batch
+from train.video.folders import Video, read_frame, read_labels
 
 
 class Clips:
-    """Batches of clips from videos whose frames are annotated, for `train.video_engine.train`.
+    """Batches of clips from videos whose frames are annotated, for `train.video.engine.train`.
 
     Args:
         videos: Those with fewer than `frames` annotated frames are left out.

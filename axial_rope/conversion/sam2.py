@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from axial_rope.frequencies import Axial, Family
-from axial_rope.memory import MemoryAttention
-from axial_rope.memory_layer import Pooling
-from axial_rope.memory_tokens import Grid
+from axial_rope.memory.attention import MemoryAttention
+from axial_rope.memory.layer import Pooling
+from axial_rope.memory.tokens import Grid
 
 __all__ = ["ConvertedMemory", "memory_attention_from_sam2", "pool_rotated", "sam2_memory_weights"]
 

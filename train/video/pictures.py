@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from train.checkpoint import write_atomic
-from train.video_folders import palette
-from train.video_metrics import boundary
+from train.video.folders import palette
+from train.video.metrics import boundary
 
 
 def overlay(frame: Tensor, labels: Tensor, strength: float = 0.5) -> np.ndarray:

@@ -1,0 +1,19 @@
+"""Weights of other code, brought into the shapes and layouts of this package.
+
+layouts      query and key weights from one layout of pairs into another
+sam2         SAM 2's memory attention, from its own and from transformers' names
+"""
+
+from axial_rope.conversion.layouts import convert_layout, convert_qkv_layout, convert_state_dict_layout, with_layout
+from axial_rope.conversion.sam2 import ConvertedMemory, memory_attention_from_sam2, pool_rotated, sam2_memory_weights
+
+__all__ = [
+    "ConvertedMemory",
+    "convert_layout",
+    "convert_qkv_layout",
+    "convert_state_dict_layout",
+    "memory_attention_from_sam2",
+    "pool_rotated",
+    "sam2_memory_weights",
+    "with_layout",
+]

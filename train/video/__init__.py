@@ -1,0 +1,1 @@
+"""`python -m train video`: objects followed through a video by memory attention."""
