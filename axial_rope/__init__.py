@@ -43,7 +43,7 @@ from axial_rope.positions import (
     pixel_positions,
     window_order,
 )
-from axial_rope.rotation import Rotation, angles, layout_permutation, pair_channels, rotate
+from axial_rope.rotation import Rotation, angles, layout_permutation, pair_channels, rotate, rotate_packed
 
 if TYPE_CHECKING:
     from axial_rope.timm_vit import RotaryVisionTransformer, make_rotary
@@ -93,6 +93,7 @@ __all__ = [
     "pixel_positions",
     "pool_frame",
     "rotate",
+    "rotate_packed",
     "select_frames",
     "sine_positions",
     "window_order",

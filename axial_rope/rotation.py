@@ -19,7 +19,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["Rotation", "angles", "layout_permutation", "pair_channels", "rotate"]
+from axial_rope import kernels
+from axial_rope.kernels.layouts import split_pairs
+
+__all__ = ["Rotation", "angles", "layout_permutation", "pair_channels", "rotate", "rotate_packed"]
 
 LAYOUTS = ("interleaved", "half", "half_per_axis")
 
@@ -169,64 +172,98 @@ def rotate(x: Tensor, rotation: Rotation, *, prefix_tokens: int = 0, suffix_toke
     tensor([[0., 1.]])
     """
     check_rotation(x, rotation, prefix_tokens, suffix_tokens)
-    if not prefix_tokens and not suffix_tokens:
-        return _turn(x, rotation)
-    end = x.shape[-2] - suffix_tokens
-    parts = [x[..., :prefix_tokens, :], _turn(x[..., prefix_tokens:end, :], rotation), x[..., end:, :]]
-    return torch.cat([part for part, kept in zip(parts, (prefix_tokens, 1, suffix_tokens), strict=True) if kept], dim=-2)
+    return kernels.turn(x, _table(rotation, prefix_tokens, suffix_tokens))
+
+
+def rotate_packed(
+    qkv: Tensor,
+    rotation: Rotation,
+    heads: int,
+    *,
+    prefix_tokens: int = 0,
+    suffix_tokens: int = 0,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys turned, and values, from the projection that holds all three.
+
+    Parameters
+    ----------
+    qkv
+        (B, N, 3 * heads * head_dim): for each token the queries of all heads, then the keys, then the values, as ``nn.Linear``
+        gives them in timm's and most ViTs.
+    rotation
+        Of ``N - prefix_tokens - suffix_tokens`` tokens.
+    heads
+        Attention heads H.
+    prefix_tokens, suffix_tokens
+        As for `rotate`.
+    overwrite
+        Give `qkv` up: the result may then be made in its memory, which is what makes the rotation nearly free. For a tensor
+        that nothing else has seen, such as the output of a linear layer without hooks.
+
+    Returns
+    -------
+    q, k, v
+        (B, H, N, head_dim) each.
+
+    Raises
+    ------
+    ValueError
+        If `qkv` doesn't have the rotation's tokens, heads, samples and channels.
+    TypeError
+        If `qkv` isn't a real floating tensor.
+
+    Examples
+    --------
+    >>> quarter = Rotation(cos=torch.tensor([[0.0]]), sin=torch.tensor([[1.0]]), head_dim=2, split=(1,))
+    >>> q, k, v = rotate_packed(torch.arange(1.0, 7.0).view(1, 1, 6), quarter, heads=1)
+    >>> q.tolist(), k.tolist(), v.tolist()
+    ([[[[-2.0, 1.0]]]], [[[[-4.0, 3.0]]]], [[[[5.0, 6.0]]]])
+    """
+    channels = 3 * heads * rotation.head_dim
+    if qkv.dim() != 3 or qkv.shape[-1] != channels:
+        raise ValueError(
+            f"qkv must have shape (batch, tokens, 3 * heads * head_dim = 3 * {heads} * {rotation.head_dim} = {channels}): "
+            f"got {tuple(qkv.shape)}"
+        )
+    _check_fit("qkv", qkv, (qkv.shape[0], heads, qkv.shape[1]), rotation, prefix_tokens, suffix_tokens)
+    return kernels.turn_packed(qkv, _table(rotation, prefix_tokens, suffix_tokens), heads, overwrite=overwrite)
+
+
+def _table(rotation: Rotation, prefix_tokens: int, suffix_tokens: int) -> kernels.Table:
+    return kernels.Table(
+        rotation.cos, rotation.sin, rotation.layout, tuple(rotation.split), prefix_tokens, suffix_tokens
+    )
 
 
 def check_rotation(x: Tensor, rotation: Rotation, prefix_tokens: int, suffix_tokens: int) -> None:
     """Raise unless `rotation` fits `x` of shape (..., N, head_dim)."""
-    if not x.is_floating_point():
-        raise TypeError(f"x must be a real floating tensor: got {x.dtype}")
     if x.dim() < 2 or x.shape[-1] != rotation.head_dim:
         raise ValueError(f"x must have shape (..., tokens, head_dim={rotation.head_dim}): got {tuple(x.shape)}")
+    _check_fit("x", x, tuple(x.shape[:-1]), rotation, prefix_tokens, suffix_tokens)
+
+
+def _check_fit(
+    name: str, x: Tensor, size: tuple[int, ...], rotation: Rotation, prefix_tokens: int, suffix_tokens: int
+) -> None:
+    """Raise unless `x` is a real floating tensor and `rotation` fits the samples, heads and tokens ``size = (..., N)``."""
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be a real floating tensor: got {x.dtype}")
     if prefix_tokens < 0 or suffix_tokens < 0:
         raise ValueError(f"prefix_tokens and suffix_tokens must not be negative: got {prefix_tokens} and {suffix_tokens}")
-    tokens = x.shape[-2] - prefix_tokens - suffix_tokens
+    tokens = size[-1] - prefix_tokens - suffix_tokens
     if tokens != rotation.tokens:
         raise ValueError(
-            f"x must have prefix_tokens + {rotation.tokens} rotated + suffix_tokens tokens = "
-            f"{prefix_tokens} + {rotation.tokens} + {suffix_tokens}: got {x.shape[-2]} tokens"
+            f"{name} must have prefix_tokens + {rotation.tokens} rotated + suffix_tokens tokens = "
+            f"{prefix_tokens} + {rotation.tokens} + {suffix_tokens}: got {size[-1]} tokens"
         )
-    lead, table = x.shape[:-2], rotation.cos.shape[:-2]
+    lead, table = size[:-1], rotation.cos.shape[:-2]
     fits = len(table) <= len(lead) and all(t in (1, n) for t, n in zip(reversed(table), reversed(lead), strict=False))
     if not fits:
         raise ValueError(
-            f"x must have the samples and heads of the rotation, {tuple(table)}: got {tuple(lead)} from {tuple(x.shape)}"
+            f"{name} must have the samples and heads of the rotation, {tuple(table)}: "
+            f"got {tuple(lead)} from {tuple(x.shape)}"
         )
-
-
-def _turn(x: Tensor, rotation: Rotation) -> Tensor:
-    wide = torch.promote_types(torch.promote_types(x.dtype, rotation.cos.dtype), torch.float32)
-    cos, sin = rotation.cos.to(wide), rotation.sin.to(wide)
-    width = 2 * rotation.pairs
-    a, b = split_pairs(x[..., :width].to(wide), rotation.layout, rotation.split)
-    turned = join_pairs(a * cos - b * sin, b * cos + a * sin, rotation.layout, rotation.split).to(x.dtype)
-    return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
-
-
-def split_pairs(x: Tensor, layout: str, split: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The first and the second members of all pairs, each (..., P), from channels (..., 2 P)."""
-    if layout == "interleaved":
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)  # type: ignore[no-untyped-call]
-        return a, b
-    if layout == "half":
-        a, b = x.chunk(2, dim=-1)
-        return a, b
-    blocks = [block.chunk(2, dim=-1) for block in torch.split(x, [2 * pairs for pairs in split], dim=-1)]
-    return torch.cat([a for a, _ in blocks], dim=-1), torch.cat([b for _, b in blocks], dim=-1)
-
-
-def join_pairs(a: Tensor, b: Tensor, layout: str, split: Sequence[int]) -> Tensor:
-    """The channels (..., 2 P) of the pairs whose members are `a` and `b`: the inverse of `split_pairs`."""
-    if layout == "interleaved":
-        return torch.stack([a, b], dim=-1).flatten(-2)
-    if layout == "half":
-        return torch.cat([a, b], dim=-1)
-    blocks = zip(torch.split(a, list(split), dim=-1), torch.split(b, list(split), dim=-1), strict=True)
-    return torch.cat([member for block in blocks for member in block], dim=-1)
 
 
 def pair_channels(layout: str, split: Sequence[int]) -> Tensor:

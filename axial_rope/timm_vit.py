@@ -25,7 +25,7 @@ from axial_rope.embedding import RotaryEmbedding, drop_legacy_tables
 from axial_rope.frequencies import Family, Mixed
 from axial_rope.positions import grid_positions
 from axial_rope.presets import Scheme
-from axial_rope.rotation import Rotation, rotate
+from axial_rope.rotation import Rotation, rotate, rotate_packed
 
 __all__ = ["RotaryVisionTransformer", "make_rotary"]
 
@@ -119,10 +119,7 @@ class RotaryTimmAttention(Attention):
     def forward(  # type: ignore[override]
         self, x: Tensor, rotation: Rotation, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)  # (B, heads, N, head_dim)
-        q = rotate(self.q_norm(q), rotation, prefix_tokens=self.prefix_tokens)
-        k = rotate(self.k_norm(k), rotation, prefix_tokens=self.prefix_tokens)
+        q, k, v = self._project(x, rotation)  # (B, heads, N, head_dim)
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.0
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal)
@@ -135,6 +132,17 @@ class RotaryTimmAttention(Attention):
         result: Tensor = self.proj_drop(self.proj(out))
         return result
 
+    def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        qkv, prefix = self.qkv(x), self.prefix_tokens
+        if isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity):
+            return rotate_packed(
+                qkv, rotation, self.num_heads, prefix_tokens=prefix, overwrite=_is_unseen_output(self.qkv)
+            )
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        q = rotate(self.q_norm(q), rotation, prefix_tokens=prefix)
+        k = rotate(self.k_norm(k), rotation, prefix_tokens=prefix)
+        return q, k, v
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """Attention with its weights in the open, for timm's ``set_fused_attn(False)``."""
         scores = (q * self.scale) @ k.transpose(-2, -1)  # (B, heads, N, N)
@@ -146,6 +154,20 @@ class RotaryTimmAttention(Attention):
             scores = scores + attn_mask
         out: Tensor = self.attn_drop(scores.softmax(dim=-1)) @ v
         return out
+
+
+def _is_unseen_output(layer: nn.Module) -> bool:
+    """Whether the output of `layer` is a new tensor that nobody else can have: neither a hook nor a layer of another kind.
+
+    What PyTorch calls around forward() is known by these attributes alone.
+    """
+    hooks = (
+        layer._forward_hooks,
+        layer._backward_hooks,
+        nn.modules.module._global_forward_hooks,
+        nn.modules.module._global_backward_hooks,
+    )
+    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not any(hooks)
 
 
 class RotaryBlock(Block):

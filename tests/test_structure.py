@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # A room imports only rooms before it.
 ROOMS = [
     "positions",
+    "kernels",
     "rotation",
     "frequencies",
     "extension",

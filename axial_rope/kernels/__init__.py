@@ -1,0 +1,124 @@
+"""The rotation behind the doors of `axial_rope.rotation`: one contract, several backends.
+
+    plain       real arithmetic in new tensors, for compilers, exporters, tracers, torch.func and forward-mode autograd
+    eager       in memory, on the CPU and on any other device
+    triton      in memory, one kernel, on CUDA
+
+Which one runs follows from what is going on and where the tensors are; results agree to a unit in the last place of the
+dtype. For float16 and bfloat16 every backend gives what it gives for float32, rounded once.
+
+`use_rotation` puts a function of one's own in the place of them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from axial_rope.kernels import eager, plain
+from axial_rope.kernels.autograd import MemoryBackend, Turn, TurnPacked, packed_views
+from axial_rope.kernels.layouts import Table
+
+__all__ = ["Table", "turn", "turn_packed", "use_rotation"]
+
+Override = Callable[[Tensor, Table], Tensor]
+_override: Override | None = None
+
+
+@contextmanager
+def use_rotation(function: Override) -> Iterator[None]:
+    """Rotate by a function of one's own inside of a ``with``: for a device that the backends here don't suit.
+
+    Every rotation of the package goes through it, in all threads, that of packed projections too. Models that are compiled or
+    exported inside of it contain it.
+
+    Parameters
+    ----------
+    function
+        Called as ``function(x, table)``, with `x` of (..., tokens, head_dim) and a `Table`; returns a new tensor of the shape
+        and dtype of `x`. Autograd records what it does. `axial_rope.kernels.plain.turn` is one, in real arithmetic.
+
+    Examples
+    --------
+    >>> from axial_rope import Axial, RotaryEmbedding, grid_positions, rotate
+    >>> from axial_rope.kernels import plain, use_rotation
+    >>> rotation = RotaryEmbedding(Axial(head_dim=8))(grid_positions(2, 3))
+    >>> with use_rotation(plain.turn):
+    ...     rotate(torch.zeros(1, 6, 8), rotation).shape
+    torch.Size([1, 6, 8])
+    """
+    global _override
+    before, _override = _override, function
+    try:
+        yield
+    finally:
+        _override = before
+
+
+def turn(x: Tensor, table: Table) -> Tensor:
+    """`x`, (..., prefix + N + suffix, head_dim), turned in a new tensor."""
+    if _override is not None:
+        return _override(x, table)
+    if _is_transformed(x, table):
+        return plain.turn(x, table)
+    backend = _memory_backend(x)
+    if torch.is_grad_enabled() and (x.requires_grad or table.cos.requires_grad or table.sin.requires_grad):
+        y: Tensor = Turn.apply(x, table.cos, table.sin, table, backend)
+        return y
+    y = torch.empty_like(x)
+    backend.turn_into(y, x, table)
+    return y
+
+
+def turn_packed(qkv: Tensor, table: Table, heads: int, *, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """A packed projection, (B, N, 3 heads head_dim), split into turned q and k, and v: each (B, heads, N, head_dim).
+
+    With `overwrite` the result may lie in the memory of `qkv`.
+    """
+    if _override is not None:
+        q, k, v = (part.transpose(1, 2) for part in qkv.unflatten(-1, (3, heads, -1)).unbind(2))
+        return _override(q, table), _override(k, table), v
+    if _is_transformed(qkv, table):
+        return plain.turn_packed(qkv, table, heads)
+    base = _whole(qkv) if overwrite else None
+    if base is None:
+        base = qkv.clone(memory_format=torch.contiguous_format)
+    samples, tokens, channels = qkv.shape
+    shape = (samples, tokens, 3, heads, channels // (3 * heads))
+    backend = _memory_backend(qkv)
+    if torch.is_grad_enabled() and (base.requires_grad or table.cos.requires_grad or table.sin.requires_grad):
+        _, q, k, v = TurnPacked.apply(base, table.cos, table.sin, shape, table, backend)
+        return q, k, v
+    return TurnPacked.run(base, shape, table, backend)
+
+
+def _whole(qkv: Tensor) -> Tensor | None:
+    """The tensor whose memory `qkv` is, if it may be overwritten and is nothing but `qkv`.
+
+    The output of a linear layer is a view of that of a matrix product. To mark a view as changed makes autograd copy it.
+    """
+    base = qkv if qkv._base is None else qkv._base
+    same = base.numel() == qkv.numel() and base.dtype == qkv.dtype
+    free = not (base.is_leaf and base.requires_grad)
+    return base if same and free and base.is_contiguous() and qkv.is_contiguous() else None
+
+
+def _memory_backend(x: Tensor) -> MemoryBackend:
+    return eager
+
+
+def _is_transformed(x: Tensor, table: Table) -> bool:
+    """Whether anything but eager autograd looks on: then memory isn't to be touched, and there may be none."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or type(table.cos) not in (Tensor, torch.nn.Parameter)
+        or x.is_meta
+        or torch.jit.is_tracing()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )

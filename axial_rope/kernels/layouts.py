@@ -1,0 +1,92 @@
+"""Channels and pairs: taking a head apart into the members of its pairs, and putting it together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Table", "join_pairs", "pair_views", "split_pairs"]
+
+
+class Table(NamedTuple):
+    """What every backend is given beside the tensors that it turns.
+
+    Attributes
+    ----------
+    cos, sin
+        (..., N, P): they broadcast against the pairs of the turned tokens, (..., N, P).
+    layout, split
+        Which channels are pairs, see `axial_rope.rotation`. Channels from 2 P on are left as they are.
+    prefix, suffix
+        Tokens at the start and the end that are left as they are.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    layout: str
+    split: tuple[int, ...]
+    prefix: int = 0
+    suffix: int = 0
+
+    @property
+    def width(self) -> int:
+        """Number of turned channels, 2 P."""
+        return 2 * self.cos.shape[-1]
+
+    def inverse(self) -> Table:
+        """The table of the negative angles."""
+        return self._replace(sin=-self.sin)
+
+    def wide(self, x: Tensor) -> torch.dtype:
+        """The dtype of the arithmetic: float32, or float64 where `x` or the table has it."""
+        return torch.promote_types(torch.promote_types(x.dtype, self.cos.dtype), torch.float32)
+
+    def turned(self, x: Tensor) -> Tensor:
+        """A view of the turned tokens of `x`, (..., prefix + N + suffix, head_dim)."""
+        return x[..., self.prefix : x.shape[-2] - self.suffix, :]
+
+    def kept(self, x: Tensor) -> list[Tensor]:
+        """Views of the tokens that are left as they are."""
+        ends = (x[..., : self.prefix, :], x[..., x.shape[-2] - self.suffix :, :])
+        return [end for end, tokens in zip(ends, (self.prefix, self.suffix), strict=True) if tokens]
+
+
+def split_pairs(x: Tensor, layout: str, split: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The first and the second members of all pairs, each (..., P), from channels (..., 2 P)."""
+    if layout == "interleaved":
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return a, b
+    if layout == "half":
+        a, b = x.chunk(2, dim=-1)
+        return a, b
+    blocks = [block.chunk(2, dim=-1) for block in x.split([2 * pairs for pairs in split], dim=-1)]
+    return torch.cat([a for a, _ in blocks], dim=-1), torch.cat([b for _, b in blocks], dim=-1)
+
+
+def join_pairs(a: Tensor, b: Tensor, layout: str, split: Sequence[int]) -> Tensor:
+    """The channels (..., 2 P) of the pairs whose members are `a` and `b`: the inverse of `split_pairs`."""
+    if layout == "interleaved":
+        return torch.stack([a, b], dim=-1).flatten(-2)
+    if layout == "half":
+        return torch.cat([a, b], dim=-1)
+    blocks = zip(a.split(list(split), dim=-1), b.split(list(split), dim=-1), strict=True)
+    return torch.cat([member for block in blocks for member in block], dim=-1)
+
+
+def pair_views(x: Tensor, layout: str, split: Sequence[int]) -> list[tuple[Tensor, Tensor, slice]]:
+    """Views of the members of pairs in channels (..., 2 P), and which of the P pairs they belong to.
+
+    One view of each member is enough but for "half_per_axis", which has one for each axis.
+    """
+    if layout == "half_per_axis":
+        views, start = [], 0
+        for pairs in split:
+            a, b = x[..., 2 * start : 2 * (start + pairs)].chunk(2, dim=-1) if pairs else (x[..., :0], x[..., :0])
+            views.append((a, b, slice(start, start + pairs)))
+            start += pairs
+        return views
+    a, b = split_pairs(x, layout, split)
+    return [(a, b, slice(None))]
