@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from axial_rope.kernels import eager, plain
-from axial_rope.kernels.autograd import MemoryBackend, Turn, TurnPacked, packed_views
+from axial_rope.kernels.autograd import MemoryBackend, Turn, TurnPacked, turn_apart, turn_in_place
 from axial_rope.kernels.layouts import Table
 
 __all__ = ["Table", "turn", "turn_packed", "use_rotation"]
@@ -83,16 +83,17 @@ def turn_packed(qkv: Tensor, table: Table, heads: int, *, overwrite: bool = Fals
         return _override(q, table), _override(k, table), v
     if _is_transformed(qkv, table):
         return plain.turn_packed(qkv, table, heads)
-    base = _whole(qkv) if overwrite else None
-    if base is None:
-        base = qkv.clone(memory_format=torch.contiguous_format)
     samples, tokens, channels = qkv.shape
     shape = (samples, tokens, 3, heads, channels // (3 * heads))
     backend = _memory_backend(qkv)
-    if torch.is_grad_enabled() and (base.requires_grad or table.cos.requires_grad or table.sin.requires_grad):
-        _, q, k, v = TurnPacked.apply(base, table.cos, table.sin, shape, table, backend)
+    base = _whole(qkv) if overwrite and backend.in_place(qkv, table) else None
+    if torch.is_grad_enabled() and (qkv.requires_grad or table.cos.requires_grad or table.sin.requires_grad):
+        of = qkv if base is None else base
+        _, q, k, v = TurnPacked.apply(of, table.cos, table.sin, shape, table, backend, base is not None)
         return q, k, v
-    return TurnPacked.run(base, shape, table, backend)
+    if base is None:
+        return turn_apart(qkv, shape, table, backend, copy_values=False)
+    return turn_in_place(base, shape, table, backend)
 
 
 def _whole(qkv: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ in the meantime is checked here. A backward pass that is itself differentiated u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from torch.autograd import Function
 from axial_rope.kernels import plain
 from axial_rope.kernels.layouts import Table
 
-__all__ = ["MemoryBackend", "Turn", "TurnPacked", "packed_views"]
+__all__ = ["MemoryBackend", "Turn", "TurnPacked", "turn_apart", "turn_in_place"]
 
 
 class MemoryBackend(Protocol):
@@ -32,6 +33,8 @@ class MemoryBackend(Protocol):
     def turn_into(self, target: Tensor, source: Tensor, table: Table, *, inverse: bool = False) -> None: ...
 
     def correlate(self, y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor]: ...
+
+    def in_place(self, x: Tensor, table: Table) -> bool: ...
 
 
 class Turn(Function):
@@ -59,33 +62,33 @@ class Turn(Function):
 
 
 class TurnPacked(Function):
-    """A packed projection, (B, N, 3 heads head_dim), -> itself, and its q, k and v: (B, heads, N, head_dim).
+    """A packed projection, (B, N, 3 heads head_dim), -> itself or None, and its q, k and v: (B, heads, N, head_dim).
 
-    q and k are turned in the projection's own memory. The projection is returned as well, marked as changed, so that autograd
-    sees another use of it as what it is. q, k and v are tensors in their own right, in different parts of that memory.
+    In place, q and k are turned in the projection's own memory. The projection is returned as well, marked as changed, so
+    that autograd sees another use of it as what it is. q, k and v are tensors in their own right, in different parts of that
+    memory. Else all three are new.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, base: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx: Any,
+        base: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        shape: tuple[int, ...],
+        table: Table,
+        backend: MemoryBackend,
+        in_place: bool,
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.mark_dirty(base)
         ctx.shape, ctx.base_shape = shape, base.shape
-        q, k, v = TurnPacked.run(base, shape, table, backend)
+        if in_place:
+            ctx.mark_dirty(base)
+            q, k, v = turn_in_place(base, shape, table, backend)
+        else:
+            q, k, v = turn_apart(base, shape, table, backend, copy_values=True)
         _keep(ctx, table, backend, cos, sin, q, k)
-        return base, q, k, v
-
-    @staticmethod
-    def run(
-        base: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The turn in place alone, where autograd doesn't look."""
-        both = base.view(shape)[:, :, :2].permute(0, 2, 3, 1, 4)  # (B, 2, heads, N, head_dim)
-        if table.cos.dim() == 4:
-            table = table._replace(cos=table.cos.unsqueeze(1), sin=table.sin.unsqueeze(1))  # (B, 1, heads, N, P)
-        backend.turn_into(both, both, table)
-        return packed_views(base, shape)
+        return base if in_place else None, q, k, v
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -101,22 +104,50 @@ class TurnPacked(Function):
             dbase = packed(ctx, table, gradients).reshape(ctx.base_shape)
         pairs = [(y, g) for y, g in zip(outputs, gradients, strict=False) if g is not None]
         dcos, dsin = _table_gradient(ctx, table, pairs)
-        return dbase, dcos, dsin, None, None, None
+        return dbase, dcos, dsin, None, None, None, None
 
 
-def packed_views(base: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, each (B, heads, N, head_dim), in the memory of a contiguous tensor that holds (B, N, 3, heads, head_dim).
+def turn_in_place(
+    base: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the memory of a contiguous tensor that holds (B, N, 3, heads, head_dim), q and k turned there.
 
     They aren't views for autograd, which would take a change of one for a change of all.
     """
+    both = base.view(shape)[:, :, :2].permute(0, 2, 3, 1, 4)  # (B, 2, heads, N, head_dim)
+    backend.turn_into(both, both, _for_both(table))
     samples, tokens, _, heads, channels = shape
-    size, row = (samples, heads, tokens, channels), 3 * heads * channels
+    row = 3 * heads * channels
     stride, start = (tokens * row, channels, row, 1), base.storage_offset()
-    storage = base.untyped_storage()
-    q, k, v = (
-        base.new_empty(0).set_(storage, start + part * heads * channels, size, stride) for part in range(3)  # type: ignore[call-overload]
-    )
+    q, k, v = (_tensor_at(base, start + part * row // 3, (samples, heads, tokens, channels), stride) for part in range(3))
     return q, k, v
+
+
+def turn_apart(
+    qkv: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend, *, copy_values: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k, turned, and v if it is to be copied, in new memory in which each head is in one piece."""
+    samples, tokens, _, heads, channels = shape
+    parts = qkv.reshape(shape).permute(0, 2, 3, 1, 4)  # (B, 3, heads, N, head_dim)
+    memory = qkv.new_empty(3 if copy_values else 2, samples, heads, tokens, channels)
+    backend.turn_into(memory[:2].transpose(0, 1), parts[:, :2], _for_both(table))
+    if not copy_values:
+        return memory[0], memory[1], parts[:, 2]
+    memory[2].copy_(parts[:, 2])
+    q, k, v = (_tensor_at(memory, part * memory[0].numel(), memory.shape[1:], memory.stride()[1:]) for part in range(3))
+    return q, k, v
+
+
+def _tensor_at(memory: Tensor, start: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """A tensor in its own right in the storage of `memory`."""
+    part: Tensor = memory.new_empty(0).set_(memory.untyped_storage(), start, size, stride)  # type: ignore[call-overload]
+    return part
+
+
+def _for_both(table: Table) -> Table:
+    if table.cos.dim() < 4:
+        return table
+    return table._replace(cos=table.cos.unsqueeze(1), sin=table.sin.unsqueeze(1))  # (B, 1, heads, N, P)
 
 
 def _packed_gradient(ctx: Any, table: Table, gradients: tuple[Tensor | None, ...]) -> Tensor:

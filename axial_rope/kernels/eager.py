@@ -4,9 +4,9 @@ On the CPU an interleaved head is multiplied as complex numbers, through a view 
 multiplication and is never stored or handed on. Low precision goes through a float32 buffer that stays in the cache. Other
 devices, and the other layouts, have real arithmetic.
 
-How a CPU kernel rounds the last bit may depend on where it finds its operands: in the body of its vector loop it multiplies
-and adds, in the tail it may fuse the two. Here float32 and low precision do the same operation on the same chunks in the same
-memory order, so that they agree to the bit.
+To the bit: PyTorch's complex product multiplies and adds in the body of its vector loop, and may fuse the two in the loop's
+tail. Rows of a multiple of 16 pairs have no tail, unless they are dealt to several threads. Where there is a tail, low
+precision does on a buffer what float32 does in one go, on the same strides, so that tails fall on the same elements.
 """
 
 from __future__ import annotations
@@ -19,32 +19,41 @@ from torch import Tensor
 from axial_rope.kernels import plain
 from axial_rope.kernels.layouts import Table, pair_views
 
-__all__ = ["correlate", "turn_into"]
+__all__ = ["correlate", "in_place", "turn_into"]
 
-CHUNK_BYTES = 1 << 20  # of the wide dtype, per thread: half of a small L2 cache, and enough work for one call
+BUFFER_BYTES = 1 << 20  # half of a small L2 cache
+
+
+def in_place(x: Tensor, table: Table) -> bool:
+    """Whether to turn a projection in its own memory, rather than into memory in which attention finds it in order.
+
+    Attention in low precision on the CPU gains more from q and k in order than their way there costs.
+    """
+    return x.device.type == "cpu" and x.dtype == table.wide(x)
 
 
 def turn_into(target: Tensor, source: Tensor, table: Table, *, inverse: bool = False) -> None:
-    """Write `source`, turned, into `target`; both (..., N, head_dim) of one dtype, apart in memory or the same memory."""
-    if target.data_ptr() != source.data_ptr():
+    """Write `source`, turned, into `target`; both (..., N, head_dim) of one dtype, apart in memory or the same tensor."""
+    if target is not source:
         for goal, x in zip(table.kept(target), table.kept(source), strict=True):
             goal.copy_(x)
-    target, source = table.turned(target), table.turned(source)
-    if source.device.type != "cpu":
-        target.copy_(plain.turn_tokens(source, table.inverse() if inverse else table))
+    goal = table.turned(target)
+    x = goal if target is source else table.turned(source)
+    if x.device.type != "cpu":
+        goal.copy_(plain.turn_tokens(x, table.inverse() if inverse else table))
         return
-    wide = table.wide(source)
+    wide = table.wide(x)
     factors = _factors(table, wide, inverse)
-    complex_memory = table.layout == "interleaved"
-    for goal, x, *part in _chunks(target, source, factors, wide):
-        if x.dtype != wide or (complex_memory and not (_has_complex_view(x) and _has_complex_view(goal))):
-            buffer = x.to(wide, copy=True)
-            if complex_memory and not _has_complex_view(buffer):
-                buffer = buffer.clone(memory_format=torch.contiguous_format)
-            _turn_chunk(buffer, buffer, part, table)
-            goal.copy_(buffer)
-        else:
-            _turn_chunk(goal, x, part, table)
+    as_complex = table.layout == "interleaved"
+    if x.dtype == wide and not (as_complex and not (has_complex_view(x) and has_complex_view(goal))):
+        _turn_wide(goal, x, factors, table)
+        return
+    for part, of_x, *of_factors in _chunks(goal, x, factors, table, wide):
+        buffer = of_x.to(wide, copy=True)
+        if as_complex and not has_complex_view(buffer):
+            buffer = buffer.clone(memory_format=torch.contiguous_format)
+        _turn_wide(buffer, buffer, of_factors, table)
+        part.copy_(buffer)
 
 
 def _factors(table: Table, wide: torch.dtype, inverse: bool) -> tuple[Tensor, ...]:
@@ -53,11 +62,12 @@ def _factors(table: Table, wide: torch.dtype, inverse: bool) -> tuple[Tensor, ..
     return table.cos.to(wide), -table.sin.to(wide) if inverse else table.sin.to(wide)
 
 
-def _turn_chunk(goal: Tensor, x: Tensor, factors: Sequence[Tensor], table: Table) -> None:
-    """`x` turned into `goal`, in the wide dtype."""
+def _turn_wide(goal: Tensor, x: Tensor, factors: Sequence[Tensor], table: Table) -> None:
+    """`x` turned into `goal`, both in the wide dtype."""
     width = table.width
     if table.layout == "interleaved":
-        torch.mul(complex_view(x[..., :width]), factors[0], out=complex_view(goal[..., :width]))
+        pairs = complex_view(x, width)
+        torch.mul(pairs, factors[0], out=pairs if goal is x else complex_view(goal, width))
     else:
         cos, sin = factors
         goals = pair_views(goal[..., :width], table.layout, table.split)
@@ -66,7 +76,7 @@ def _turn_chunk(goal: Tensor, x: Tensor, factors: Sequence[Tensor], table: Table
             across_a, across_b = b * sin[..., pairs], a * sin[..., pairs]
             torch.mul(a, cos[..., pairs], out=goal_a).sub_(across_a)
             torch.mul(b, cos[..., pairs], out=goal_b).add_(across_b)
-    if width < x.shape[-1] and goal.data_ptr() != x.data_ptr():
+    if width < x.shape[-1] and goal is not x:
         goal[..., width:].copy_(x[..., width:])
 
 
@@ -77,69 +87,69 @@ def correlate(y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor
     gradient of the angle.
     """
     y, gradient = table.turned(y)[..., : table.width], table.turned(gradient)[..., : table.width]
-    wide, shape = table.wide(y), table.cos.shape
+    wide = table.wide(y)
     if y.device.type != "cpu" or table.layout != "interleaved":
         return plain.correlate(y.to(wide), gradient.to(wide), table)
-    total = torch.zeros(shape, dtype=wide.to_complex(), device=y.device)
-    for part_y, part_g, part in _chunks(y, gradient, (total,), wide):
+    total = torch.zeros(table.cos.shape, dtype=wide.to_complex(), device=y.device)
+    for of_y, of_gradient, part in _chunks(y, gradient, (total,), table, wide):
         # The conjugate is a pass over a chunk in the cache; PyTorch's lazy conjugate would make one of its own.
-        product = complex_view(_viewable(part_y, wide)).conj_physical()
-        product.mul_(complex_view(_viewable(part_g, wide)))
+        product = complex_view(_viewable(of_y, wide)).conj_physical()
+        product.mul_(complex_view(_viewable(of_gradient, wide)))
         part.add_(product.sum_to_size(part.shape))
     return total.real, total.imag
 
 
 def complex_table(cos: Tensor, sin: Tensor, wide: torch.dtype, inverse: bool = False) -> Tensor:
-    """``cos + i sin``, of which `cos` and `sin` may already be the real and imaginary parts in memory."""
-    interleaved = (
-        not inverse
-        and cos.dtype == sin.dtype == wide
-        and cos.stride() == sin.stride()
-        and cos.stride(-1) == 2
-        and sin.data_ptr() == cos.data_ptr() + cos.element_size()
-        and sin.untyped_storage().data_ptr() == cos.untyped_storage().data_ptr()
-    )
-    if interleaved:
-        pairs = torch.as_strided(cos, (*cos.shape, 2), (*cos.stride(), 1))
-        if _has_complex_view(pairs):
-            return torch.view_as_complex(pairs)
+    """``cos + i sin``, or its conjugate; the table's own memory where that holds both by turns."""
+    if not inverse and cos.dtype == sin.dtype == wide and _by_turns(cos, sin):
+        return torch.view_as_complex(torch.as_strided(cos, (*cos.shape, 2), (*cos.stride(), 1)))
     return torch.complex(cos.to(wide), -sin.to(wide) if inverse else sin.to(wide))
 
 
-def complex_view(x: Tensor) -> Tensor:
-    """(..., 2 P) real -> (..., P) complex, the same memory."""
-    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+def _by_turns(cos: Tensor, sin: Tensor) -> bool:
+    """Whether the memory is cos, sin, cos, sin, ..., as in a complex table."""
+    return (
+        sin.data_ptr() == cos.data_ptr() + cos.element_size()
+        and cos.stride() == sin.stride()
+        and cos.stride(-1) == 2
+        and cos.untyped_storage().data_ptr() == sin.untyped_storage().data_ptr()
+        and cos.storage_offset() % 2 == 0
+        and all(stride % 2 == 0 for stride in cos.stride())
+    )
 
 
-def _has_complex_view(x: Tensor) -> bool:
+def complex_view(x: Tensor, width: int | None = None) -> Tensor:
+    """The first `width` channels of (..., D) as complex numbers, (..., width / 2), in the same memory."""
+    if width is not None and width < x.shape[-1]:
+        x = x[..., :width]
+    return torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2))
+
+
+def has_complex_view(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
 
 
 def _viewable(x: Tensor, wide: torch.dtype) -> Tensor:
     x = x.to(wide)
-    return x if _has_complex_view(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if has_complex_view(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _chunks(target: Tensor, source: Tensor, tables: Sequence[Tensor], wide: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of both tensors and of the tables that fit in the cache: some samples, or some tokens of one sample."""
-    limit = CHUNK_BYTES * torch.get_num_threads()
+def _chunks(
+    target: Tensor, source: Tensor, factors: Sequence[Tensor], table: Table, wide: torch.dtype
+) -> Iterator[tuple[Tensor, ...]]:
+    """Parts of both tensors and of the factors that fit in the cache: some samples, or some tokens of one sample."""
     total = source.numel() * wide.itemsize
-    if total <= limit:
-        yield target, source, *tables
+    has_tails = table.layout == "interleaved" and (table.cos.shape[-1] % 16 or torch.get_num_threads() > 1)
+    if total <= BUFFER_BYTES or has_tails:
+        yield target, source, *factors
     elif source.dim() > 2 and source.shape[0] > 1:
-        step = max(1, limit * source.shape[0] // total)
+        step = max(1, BUFFER_BYTES * source.shape[0] // total)
         for start in range(0, source.shape[0], step):
             samples = slice(start, start + step)
-            parts = [
-                table[samples] if table.dim() == source.dim() and table.shape[0] > 1 else table for table in tables
-            ]
-            yield from _chunks(target[samples], source[samples], parts, wide)
+            own = [part[samples] if part.dim() == source.dim() and part.shape[0] > 1 else part for part in factors]
+            yield from _chunks(target[samples], source[samples], own, table, wide)
     else:
-        step = max(1, limit * source.shape[-2] // total)
+        step = max(1, BUFFER_BYTES * source.shape[-2] // total)
         for start in range(0, source.shape[-2], step):
             tokens = slice(start, start + step)
-            yield (
-                target[..., tokens, :],
-                source[..., tokens, :],
-                *(table[..., tokens, :] for table in tables),
-            )
+            yield target[..., tokens, :], source[..., tokens, :], *(part[..., tokens, :] for part in factors)
