@@ -189,7 +189,7 @@ def rotate_packed(
     Parameters
     ----------
     qkv
-        (B, N, 3 * heads * head_dim): for each token the queries of all heads, then the keys, then the values, as ``nn.Linear``
+        (B, N, 3 * heads * head_dim): for each token the queries of all heads, the keys, the values, as ``nn.Linear``
         gives them in timm's and most ViTs.
     rotation
         Of ``N - prefix_tokens - suffix_tokens`` tokens.
@@ -231,9 +231,7 @@ def rotate_packed(
 
 
 def _table(rotation: Rotation, prefix_tokens: int, suffix_tokens: int) -> kernels.Table:
-    return kernels.Table(
-        rotation.cos, rotation.sin, rotation.layout, tuple(rotation.split), prefix_tokens, suffix_tokens
-    )
+    return kernels.Table(rotation.cos, rotation.sin, rotation.layout, tuple(rotation.split), prefix_tokens, suffix_tokens)
 
 
 def check_rotation(x: Tensor, rotation: Rotation, prefix_tokens: int, suffix_tokens: int) -> None:

@@ -15,9 +15,11 @@ from timm.layers.attention import Attention
 from timm.layers.format import Format
 from timm.layers.patch_dropout import PatchDropout, patch_dropout_forward
 from timm.layers.patch_embed import PatchEmbed
+from timm.layers.pos_embed import resample_abs_pos_embed
 from timm.models._features import FeatureGetterNet, feature_take_indices
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -133,15 +135,19 @@ class RotaryTimmAttention(Attention):
         return result
 
     def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, prefix = self.qkv(x), self.prefix_tokens
+        qkv, options = self.qkv(x), {"prefix_tokens": self.prefix_tokens}
         if isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity):
-            return rotate_packed(
-                qkv, rotation, self.num_heads, prefix_tokens=prefix, overwrite=_is_unseen_output(self.qkv)
+            overwrite = _is_unseen_output(self.qkv) and not isinstance(x, Proxy)
+            packed: tuple[Tensor, Tensor, Tensor] = _call(
+                rotate_packed, qkv, rotation, self.num_heads, overwrite=overwrite, **options
             )
+            return packed
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
-        q = rotate(self.q_norm(q), rotation, prefix_tokens=prefix)
-        k = rotate(self.k_norm(k), rotation, prefix_tokens=prefix)
-        return q, k, v
+        return (
+            _call(rotate, self.q_norm(q), rotation, **options),
+            _call(rotate, self.k_norm(k), rotation, **options),
+            v,
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """Attention with its weights in the open, for timm's ``set_fused_attn(False)``."""
@@ -223,8 +229,8 @@ class RotaryVisionTransformer(VisionTransformer):
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """(B, channels, height, width) -> (B, prefix + patches, embed_dim), as timm's."""
         x, rotations = self._embed(x)
-        for block, rotation in zip(self.blocks, rotations, strict=True):
-            x = self._run(block, x, rotation, attn_mask, is_causal)
+        for index, block in enumerate(self.blocks):
+            x = self._run(block, x, rotations[index], attn_mask, is_causal)
         out: Tensor = self.norm(x)
         return out
 
@@ -277,24 +283,41 @@ class RotaryVisionTransformer(VisionTransformer):
 
     def _embed(self, x: Tensor) -> tuple[Tensor, list[Rotation]]:
         """Tokens, and the rotation for each block: (B, channels, height, width) -> (B, prefix + patches, embed_dim)."""
-        x = self.patch_embed(x)
-        positions = self.rope_positions(x.shape[1], x.shape[2], device=x.device)
-        x = self._pos_embed(x)
+        patches = self.patch_embed(x)  # (B, height, width, embed_dim)
+        x, kept = self._pos_embed(patches), None
         if isinstance(self.patch_drop, PatchDropout):
             drop = self.patch_drop
             x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, self.training)
-            if kept is not None:
-                positions = _gather_tokens(positions, kept)
-        rotations = self.rope.per_block(positions * self.rope_strength, len(self.blocks))
-        return self.norm_pre(x), rotations
+        return self.norm_pre(x), _call(self._rotations, patches, self.rope, kept)
+
+    def _rotations(self, patches: Tensor, rope: RotaryEmbedding, kept: Tensor | None) -> list[Rotation]:
+        positions = self.rope_positions(patches.shape[1], patches.shape[2], device=patches.device)
+        if kept is not None:
+            positions = _gather_tokens(positions, kept)
+        return rope.per_block(positions * self.rope_strength, len(self.blocks))
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """timm's, but for a model without absolute embeddings: older versions of timm lose its prefix tokens."""
-        if self.pos_embed is not None:
+        """timm's, but for two cases.
+
+        Without absolute embeddings older versions of timm lose the prefix tokens. And timm's own can't be traced by torch.fx,
+        since it looks whether the grid is that of the pretraining.
+        """
+        if self.pos_embed is not None and not isinstance(x, Proxy):
             out: Tensor = super()._pos_embed(x)
             return out
         prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
-        return torch.cat([*prefix, x.flatten(1, 2)], dim=1)  # (B, prefix + patches, embed_dim)
+        patches = x.flatten(1, 2)
+        if self.pos_embed is None:
+            return torch.cat([*prefix, patches], dim=1)  # (B, prefix + patches, embed_dim)
+        embedding = _call(
+            _resample, x, self.pos_embed, self.patch_embed.grid_size, 0 if self.no_embed_class else self.num_prefix_tokens
+        )
+        if self.no_embed_class:
+            out = torch.cat([*prefix, patches + embedding], dim=1)
+        else:
+            out = torch.cat([*prefix, patches], dim=1) + embedding
+        out = self.pos_drop(out)
+        return out
 
     def _run(self, block: nn.Module, x: Tensor, *arguments: Any) -> Tensor:
         if self.grad_checkpointing and self.training:
@@ -310,6 +333,21 @@ class RotaryVisionTransformer(VisionTransformer):
         if self.pos_embed is None:
             state_dict.pop(f"{prefix}pos_embed", None)
         super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
+
+
+def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The function's result; while torch.fx traces, a call of it, into which the trace doesn't go."""
+    proxy = next((argument for argument in arguments if isinstance(argument, Proxy)), None)
+    if proxy is None:
+        return function(*arguments, **options)
+    return proxy.tracer.create_proxy("call_function", function, arguments, options)
+
+
+def _resample(patches: Tensor, pos_embed: Tensor, grid: tuple[int, int], prefix_tokens: int) -> Tensor:
+    """Position embeddings (1, prefix + tokens of `grid`, dim) for the grid of patches (B, height, width, dim)."""
+    size = [patches.shape[1], patches.shape[2]]
+    out: Tensor = resample_abs_pos_embed(pos_embed, new_size=size, old_size=list(grid), num_prefix_tokens=prefix_tokens)
+    return out
 
 
 def _gather_tokens(positions: Tensor, kept: Tensor) -> Tensor:

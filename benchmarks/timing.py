@@ -59,9 +59,7 @@ def compare(
     for name in names:
         ratios = [own / other for own, other in zip(times[name], times[reference], strict=True)]
         quartiles = statistics.quantiles(ratios, n=4) if rounds > 1 else [ratios[0]] * 3
-        result[name] = Timing(
-            statistics.median(times[name]), statistics.median(ratios), (quartiles[2] - quartiles[0]) / 2
-        )
+        result[name] = Timing(statistics.median(times[name]), statistics.median(ratios), (quartiles[2] - quartiles[0]) / 2)
     return result
 
 

@@ -32,14 +32,14 @@ _override: Override | None = None
 def use_rotation(function: Override) -> Iterator[None]:
     """Rotate by a function of one's own inside of a ``with``: for a device that the backends here don't suit.
 
-    Every rotation of the package goes through it, in all threads, that of packed projections too. Models that are compiled or
+    Every rotation of the package goes through it, in all threads, packed projections too. Models that are compiled or
     exported inside of it contain it.
 
     Parameters
     ----------
     function
-        Called as ``function(x, table)``, with `x` of (..., tokens, head_dim) and a `Table`; returns a new tensor of the shape
-        and dtype of `x`. Autograd records what it does. `axial_rope.kernels.plain.turn` is one, in real arithmetic.
+        Called as ``function(x, table)``, with `x` of (..., tokens, head_dim) and a `Table`; returns a new tensor of the
+        shape and dtype of `x`. Autograd records what it does. `axial_rope.kernels.plain.turn` is one, in real arithmetic.
 
     Examples
     --------

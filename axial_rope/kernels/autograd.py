@@ -48,7 +48,7 @@ class Turn(Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         table, outputs = _kept(ctx)
         dx = None
         if ctx.needs_input_grad[0]:
@@ -91,9 +91,7 @@ class TurnPacked(Function):
         return base if in_place else None, q, k, v
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, of_base: Tensor | None, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_base: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         table, outputs = _kept(ctx)
         if of_base is not None:  # the changed projection was used again: that gradient belongs to its parts q, k and v too
             again = of_base.reshape(ctx.shape).permute(2, 0, 3, 1, 4).unbind(0)
@@ -138,9 +136,9 @@ def turn_apart(
     return q, k, v
 
 
-def _tensor_at(memory: Tensor, start: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+def _tensor_at(memory: Tensor, start: Any, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     """A tensor in its own right in the storage of `memory`."""
-    part: Tensor = memory.new_empty(0).set_(memory.untyped_storage(), start, size, stride)  # type: ignore[call-overload]
+    part: Tensor = memory.new_empty(0).set_(memory.untyped_storage(), start, size, stride)
     return part
 
 
@@ -196,9 +194,7 @@ def _versions(table: Table) -> tuple[int, ...]:
     return tuple(0 if part.is_inference() else part._version for part in (table.cos, table.sin))
 
 
-def _table_gradient(
-    ctx: Any, table: Table, pairs: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor | None, Tensor | None]:
+def _table_gradient(ctx: Any, table: Table, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of cos and sin from the outputs and their gradients; see the head of this file."""
     if not pairs or not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
         return None, None

@@ -5,8 +5,10 @@ multiplication and is never stored or handed on. Low precision goes through a fl
 devices, and the other layouts, have real arithmetic.
 
 To the bit: PyTorch's complex product multiplies and adds in the body of its vector loop, and may fuse the two in the loop's
-tail. Rows of a multiple of 16 pairs have no tail, unless they are dealt to several threads. Where there is a tail, low
-precision does on a buffer what float32 does in one go, on the same strides, so that tails fall on the same elements.
+tail. Rows of a multiple of 16 pairs have no tail, and what is over is left to real arithmetic, which rounds after each
+operation. So all results are those of plain arithmetic, however the memory is cut; but for the few rows that are cut where
+the work is dealt to several threads. Then low precision does on a buffer what float32 does in one go, on the same strides, so
+that the cuts fall on the same elements.
 """
 
 from __future__ import annotations
@@ -64,20 +66,28 @@ def _factors(table: Table, wide: torch.dtype, inverse: bool) -> tuple[Tensor, ..
 
 def _turn_wide(goal: Tensor, x: Tensor, factors: Sequence[Tensor], table: Table) -> None:
     """`x` turned into `goal`, both in the wide dtype."""
-    width = table.width
+    start, width = 0, table.width
     if table.layout == "interleaved":
-        pairs = complex_view(x, width)
-        torch.mul(pairs, factors[0], out=pairs if goal is x else complex_view(goal, width))
+        table_pairs, start = factors[0], width - width % 32
+        if start:
+            pairs = complex_view(x, start)
+            goal_pairs = pairs if goal is x else complex_view(goal, start)
+            torch.mul(pairs, table_pairs[..., : start // 2], out=goal_pairs)
+        cos, sin = torch.view_as_real(table_pairs[..., start // 2 :]).unbind(-1) if start < width else (None, None)
     else:
         cos, sin = factors
-        goals = pair_views(goal[..., :width], table.layout, table.split)
-        members = pair_views(x[..., :width], table.layout, table.split)
-        for (goal_a, goal_b, pairs), (a, b, _) in zip(goals, members, strict=True):
-            across_a, across_b = b * sin[..., pairs], a * sin[..., pairs]
-            torch.mul(a, cos[..., pairs], out=goal_a).sub_(across_a)
-            torch.mul(b, cos[..., pairs], out=goal_b).add_(across_b)
+    if cos is not None and sin is not None:
+        _turn_real(goal[..., start:width], x[..., start:width], cos, sin, table)
     if width < x.shape[-1] and goal is not x:
         goal[..., width:].copy_(x[..., width:])
+
+
+def _turn_real(goal: Tensor, x: Tensor, cos: Tensor, sin: Tensor, table: Table) -> None:
+    goals, members = (pair_views(tensor, table.layout, table.split) for tensor in (goal, x))
+    for (goal_a, goal_b, pairs), (a, b, _) in zip(goals, members, strict=True):
+        across_a, across_b = b * sin[..., pairs], a * sin[..., pairs]
+        torch.mul(a, cos[..., pairs], out=goal_a).sub_(across_a)
+        torch.mul(b, cos[..., pairs], out=goal_b).add_(across_b)
 
 
 def correlate(y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor]:
@@ -108,7 +118,7 @@ def complex_table(cos: Tensor, sin: Tensor, wide: torch.dtype, inverse: bool = F
 
 def _by_turns(cos: Tensor, sin: Tensor) -> bool:
     """Whether the memory is cos, sin, cos, sin, ..., as in a complex table."""
-    return (
+    return bool(
         sin.data_ptr() == cos.data_ptr() + cos.element_size()
         and cos.stride() == sin.stride()
         and cos.stride(-1) == 2
@@ -126,7 +136,8 @@ def complex_view(x: Tensor, width: int | None = None) -> Tensor:
 
 
 def has_complex_view(x: Tensor) -> bool:
-    return x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+    even = all(stride % 2 == 0 for stride in x.stride()[:-1])
+    return bool(even and x.stride(-1) == 1 and x.storage_offset() % 2 == 0)
 
 
 def _viewable(x: Tensor, wide: torch.dtype) -> Tensor:
@@ -139,8 +150,8 @@ def _chunks(
 ) -> Iterator[tuple[Tensor, ...]]:
     """Parts of both tensors and of the factors that fit in the cache: some samples, or some tokens of one sample."""
     total = source.numel() * wide.itemsize
-    has_tails = table.layout == "interleaved" and (table.cos.shape[-1] % 16 or torch.get_num_threads() > 1)
-    if total <= BUFFER_BYTES or has_tails:
+    is_cut = table.layout == "interleaved" and torch.get_num_threads() > 1
+    if total <= BUFFER_BYTES or is_cut:
         yield target, source, *factors
     elif source.dim() > 2 and source.shape[0] > 1:
         step = max(1, BUFFER_BYTES * source.shape[0] // total)

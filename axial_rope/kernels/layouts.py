@@ -57,7 +57,7 @@ class Table(NamedTuple):
 def split_pairs(x: Tensor, layout: str, split: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The first and the second members of all pairs, each (..., P), from channels (..., 2 P)."""
     if layout == "interleaved":
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = torch.unflatten(x, -1, (-1, 2)).unbind(-1)
         return a, b
     if layout == "half":
         a, b = x.chunk(2, dim=-1)
