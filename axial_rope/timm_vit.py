@@ -299,7 +299,7 @@ class RotaryVisionTransformer(VisionTransformer):
     def _pos_embed(self, x: Tensor) -> Tensor:
         """timm's, but for two cases.
 
-        Without absolute embeddings older versions of timm lose the prefix tokens. And timm's own can't be traced by torch.fx,
+        Without absolute embeddings older versions of timm lose the prefix tokens. And torch.fx can't trace timm's own,
         since it looks whether the grid is that of the pretraining.
         """
         if self.pos_embed is not None and not isinstance(x, Proxy):

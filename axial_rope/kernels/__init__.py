@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +66,7 @@ def turn(x: Tensor, table: Table) -> Tensor:
         return _override(x, table)
     if _is_transformed(x, table):
         return plain.turn(x, table)
-    backend = _memory_backend(x)
+    backend = _memory_backend(x, table)
     if torch.is_grad_enabled() and (x.requires_grad or table.cos.requires_grad or table.sin.requires_grad):
         y: Tensor = Turn.apply(x, table.cos, table.sin, table, backend)
         return y
@@ -79,13 +81,13 @@ def turn_packed(qkv: Tensor, table: Table, heads: int, *, overwrite: bool = Fals
     With `overwrite` the result may lie in the memory of `qkv`.
     """
     if _override is not None:
-        q, k, v = (part.transpose(1, 2) for part in qkv.unflatten(-1, (3, heads, -1)).unbind(2))
+        q, k, v = (part.transpose(1, 2) for part in torch.unflatten(qkv, -1, (3, heads, -1)).unbind(2))
         return _override(q, table), _override(k, table), v
     if _is_transformed(qkv, table):
         return plain.turn_packed(qkv, table, heads)
     samples, tokens, channels = qkv.shape
     shape = (samples, tokens, 3, heads, channels // (3 * heads))
-    backend = _memory_backend(qkv)
+    backend = _memory_backend(qkv, table)
     base = _whole(qkv) if overwrite and backend.in_place(qkv, table) else None
     if torch.is_grad_enabled() and (qkv.requires_grad or table.cos.requires_grad or table.sin.requires_grad):
         of = qkv if base is None else base
@@ -107,8 +109,21 @@ def _whole(qkv: Tensor) -> Tensor | None:
     return base if same and free and base.is_contiguous() and qkv.is_contiguous() else None
 
 
-def _memory_backend(x: Tensor) -> MemoryBackend:
-    return eager
+def _memory_backend(x: Tensor, table: Table) -> MemoryBackend:
+    triton_backend = _triton_backend() if x.is_cuda else None
+    return triton_backend if triton_backend is not None and triton_backend.suits(x, table) else eager
+
+
+@cache
+def _triton_backend() -> Any:
+    """The Triton kernels, or None where Triton isn't installed or the device is too old for it."""
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (7, 0):
+        return None
+    try:
+        from axial_rope.kernels import triton_backend
+    except ImportError:
+        return None
+    return triton_backend
 
 
 def _is_transformed(x: Tensor, table: Table) -> bool:
@@ -118,7 +133,7 @@ def _is_transformed(x: Tensor, table: Table) -> bool:
         or type(x) not in (Tensor, torch.nn.Parameter)
         or type(table.cos) not in (Tensor, torch.nn.Parameter)
         or x.is_meta
-        or torch.jit.is_tracing()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0

@@ -62,7 +62,7 @@ def split_pairs(x: Tensor, layout: str, split: Sequence[int]) -> tuple[Tensor, T
     if layout == "half":
         a, b = x.chunk(2, dim=-1)
         return a, b
-    blocks = [block.chunk(2, dim=-1) for block in x.split([2 * pairs for pairs in split], dim=-1)]
+    blocks = [block.chunk(2, dim=-1) for block in torch.split_with_sizes(x, [2 * pairs for pairs in split], dim=-1)]
     return torch.cat([a for a, _ in blocks], dim=-1), torch.cat([b for _, b in blocks], dim=-1)
 
 
@@ -72,7 +72,7 @@ def join_pairs(a: Tensor, b: Tensor, layout: str, split: Sequence[int]) -> Tenso
         return torch.stack([a, b], dim=-1).flatten(-2)
     if layout == "half":
         return torch.cat([a, b], dim=-1)
-    blocks = zip(a.split(list(split), dim=-1), b.split(list(split), dim=-1), strict=True)
+    blocks = zip(*(torch.split_with_sizes(part, list(split), dim=-1) for part in (a, b)), strict=True)
     return torch.cat([member for block in blocks for member in block], dim=-1)
 
 

@@ -35,7 +35,7 @@ def turn_tokens(x: Tensor, table: Table) -> Tensor:
 def turn_packed(qkv: Tensor, table: Table, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """(B, N, 3 heads head_dim) -> q and k turned, and v: (B, heads, N, head_dim)."""
     # Inductor likes this order better than a permute followed by unbind(0).
-    q, k, v = (part.transpose(1, 2) for part in qkv.unflatten(-1, (3, heads, -1)).unbind(2))
+    q, k, v = (part.transpose(1, 2) for part in torch.unflatten(qkv, -1, (3, heads, -1)).unbind(2))
     return turn(q, table), turn(k, table), v
 
 

@@ -1,0 +1,117 @@
+"""Run by test_kernels_triton.py in a process of its own: the Triton kernels against float64, interpreted or on a GPU."""
+
+import itertools
+import sys
+
+import torch
+
+from axial_rope import Rotation, kernels, rotate, rotate_packed
+from axial_rope.kernels import Table, plain, triton_backend
+
+DEVICE = sys.argv[1]
+SIZES = list(itertools.product((8, 20, 64, 72, 80, 96, 128, 256), (1, 3, 12), (1, 7, 197)))
+SHAPES = ("shared", "per head", "per sample", "per head and sample")
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=torch.float32).to(DEVICE, dtype)
+
+
+def a_table(shape, samples, heads, tokens, pairs, layout, ends):
+    lead = {"shared": (), "per head": (heads,), "per sample": (samples, 1), "per head and sample": (samples, heads)}[shape]
+    angle = random(*lead, tokens - sum(ends), pairs) * 3
+    split = (pairs // 2, pairs - pairs // 2) if layout == "half_per_axis" else (pairs,)
+    return Table(angle.cos(), angle.sin(), layout, split, *ends)
+
+
+def close(got, want, eps=2e-6):
+    error = (got.double() - want.double()).abs().max().item()
+    assert error <= eps * max(1.0, want.double().abs().max().item()), error
+
+
+def layouts_of_memory(samples, heads, tokens, channels):
+    """The same shape in several strides: a part of a packed projection, contiguous, transposed, expanded, with gaps."""
+    yield random(samples, tokens, 3, heads, channels)[:, :, 1].transpose(1, 2)
+    yield random(samples, heads, tokens, channels)
+    yield random(samples, heads, channels, tokens).mT
+    yield random(1, 1, 1, channels).expand(samples, heads, tokens, channels)
+    yield random(samples, heads, tokens + 1, 2 * channels + 1)[:, :, 1:, 1::2]
+
+
+def check(index, head_dim, heads, tokens):
+    """One size; layouts, table shapes and strides take turns, so that all sizes together meet all of them."""
+    layout = ("interleaved", "half", "half_per_axis")[index % 3]
+    shape, samples = SHAPES[index % 4], 2 if tokens > 100 else 3
+    ends = (min(tokens - 1, index % 3), 0) if tokens < 3 else (index % 3, index % 2)
+    pairs = head_dim // 2 - (1 if index % 5 == 4 else 0)  # every fifth leaves channels unturned
+    table = a_table(shape, samples, heads, tokens, pairs, layout, ends)
+    memories = list(layouts_of_memory(samples, heads, tokens, head_dim))
+    x, gradient = memories[index % 5], memories[(index // 5 + 1) % 5]
+    wide = table._replace(cos=table.cos.double(), sin=table.sin.double())
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    triton_backend.turn_into(y, x, table)
+    close(y, plain.turn(x.double(), wide))
+    back = torch.empty_like(y)
+    triton_backend.turn_into(back, gradient, table, inverse=True)
+    close(back, plain.turn(gradient.double(), wide.inverse()))
+    own = x.clone()
+    triton_backend.turn_into(own, own, table)
+    assert torch.equal(own, y)
+    sums = triton_backend.correlate(y, gradient, table)
+    exact = plain.correlate(*(table.turned(part.double())[..., : table.width] for part in (y, gradient)), wide)
+    for got, want in zip(sums, exact, strict=True):
+        close(got, want, 1e-5)
+    again = triton_backend.correlate(y, gradient, table)
+    assert all(torch.equal(a, b) for a, b in zip(sums, again, strict=True))
+    if index % 4 == 0:
+        for dtype in (torch.float16, torch.bfloat16):
+            low, exact = x.to(dtype).contiguous(), torch.empty_like(y)
+            got = torch.empty_like(low)
+            triton_backend.turn_into(got, low, table)
+            triton_backend.turn_into(exact, low.float(), table)
+            if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off where hardware rounds
+                exact = (exact.view(torch.int32) & -(2**16)).view(torch.float32)
+            assert torch.equal(got, exact.to(dtype))
+
+
+def check_the_doors():
+    """Autograd, packed and separate, with the Triton backend in both."""
+    kernels._memory_backend = lambda x, table: triton_backend
+    for dtype in (torch.float64, torch.float32):
+        table = a_table("per head", 2, 3, 5, 4, "interleaved", (1, 0))
+        parts = [part.to(dtype).requires_grad_() for part in (table.cos, table.sin)]
+        rotation = Rotation(*parts, 8, "interleaved", (4,))
+        layer = torch.nn.Linear(6, 72).to(DEVICE, dtype)
+        x, weight = random(2, 5, 6, dtype=dtype), random(3, 2, 3, 5, 8, dtype=dtype)
+        results = []
+        for override in (None, plain.turn):
+            qkv = layer(x)
+            with kernels.use_rotation(override) if override else torch.enable_grad():
+                packed = torch.stack(rotate_packed(qkv, rotation, 3, prefix_tokens=1, overwrite=True))
+                single = rotate(weight[0], rotation, prefix_tokens=1)
+            loss = (packed * weight).sum() + single.square().sin().sum()
+            results.append([packed, single, *torch.autograd.grad(loss, [*layer.parameters(), *parts])])
+        for got, want in zip(*results, strict=True):
+            close(got, want, 1e-13 if dtype == torch.float64 else 1e-5)
+    x = random(2, 3, 5, 8).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: rotate(x, rotation, prefix_tokens=1), (x,), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x: rotate(x, rotation, prefix_tokens=1), (x,), fast_mode=True)
+
+
+def check_huge_strides():
+    """A small storage with strides whose offsets pass 2**31 only if they are followed; int32 would wrap into it."""
+    table = a_table("shared", 1, 1, 2, 4, "interleaved", (0, 0))
+    x = random(1, 1, 2, 8).as_strided((1, 1, 2, 8), (2**33, 2**33, 8, 1))
+    y = torch.empty(1, 1, 2, 8, device=DEVICE)
+    triton_backend.turn_into(y, x, table)
+    close(y, plain.turn(x.double(), table))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    start, step = int(sys.argv[2]), int(sys.argv[3])
+    for index, size in list(enumerate(SIZES))[start::step]:
+        check(index, *size)
+    check_the_doors()
+    check_huge_strides()
+    print(f"checked {len(SIZES[start::step])} sizes")
