@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from axial_rope.frequencies import Extended, Family, Periods
+from axial_rope.kernels import cos_sin
 from axial_rope.rotation import Rotation, angles, period_angles
 
 __all__ = ["RotaryEmbedding"]
@@ -104,7 +106,7 @@ class RotaryEmbedding(nn.Module):
         positions = positions.to(self.frequencies.device)
         turned = angles(positions, self.frequencies) if self.periods is None else period_angles(positions, self.periods)
         scale, family = self.family.scale, self.family
-        cos, sin = turned.cos(), turned.sin()
+        cos, sin = cos_sin(turned)
         if scale != 1.0:
             factor = torch.tensor(scale, dtype=cos.dtype, device=cos.device) if isinstance(scale, tuple) else scale
             cos, sin = cos * factor, sin * factor
@@ -124,7 +126,9 @@ class RotaryEmbedding(nn.Module):
             return [rotation] * blocks
         if blocks > own:
             raise ValueError(f"family must have frequencies for {blocks} blocks: got blocks={own}")
-        return [rotation.block(index) for index in range(blocks)]
+        # One backward step for all blocks, where a selection of each would add up gradients of the size of them all.
+        tables = zip(rotation.cos.unbind(0), rotation.sin.unbind(0), strict=True)
+        return [replace(rotation, cos=cos, sin=sin) for cos, sin in tables][:blocks]
 
     def extra_repr(self) -> str:
         return repr(self.family)

@@ -8,7 +8,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from axial_rope import Axial, Mixed, RotaryEmbedding, Rotation, grid_positions, rotate, rotate_packed
+from axial_rope import Axial, Mixed, RotaryEmbedding, Rotation, grid_positions, kernels, rotate, rotate_packed
 from axial_rope.kernels import Table, autograd, eager, plain, use_rotation
 
 LAYOUTS = {"interleaved": (8,), "half": (8,), "half_per_axis": (3, 5)}
@@ -172,6 +172,17 @@ def test_a_learned_table_keeps_what_attention_keeps(dtype):
     without, _ = saved_bytes(lambda: attend(*split_packed(layer(x), 3)))
     with_it, _ = saved_bytes(lambda: attend(*rotate_packed(layer(x), rotation, 3, overwrite=True)))
     assert with_it == without + table
+
+
+def test_a_learned_embedding_keeps_its_table_once():
+    rope = RotaryEmbedding(Mixed(head_dim=16, heads=3, blocks=2))
+    kept, rotations = saved_bytes(lambda: rope.per_block(grid_positions(2, 3), 2))
+    memory = {rotation.cos.untyped_storage().data_ptr() for rotation in rotations}
+    assert len(memory) == 1 and kept == rotations[0].cos.untyped_storage().nbytes() + 6 * 2 * 4  # and the positions
+    double = rope.double()
+    angle = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(kernels.cos_sin, (angle,)) and gradgradcheck(kernels.cos_sin, (angle,))
+    assert torch.equal(double(grid_positions(2, 3)).cos, double(grid_positions(2, 3)).cos)
 
 
 def test_gradients_come_in_any_strides():

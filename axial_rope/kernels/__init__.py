@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from axial_rope.kernels import eager, plain
-from axial_rope.kernels.autograd import MemoryBackend, Turn, TurnPacked, turn_apart, turn_in_place
+from axial_rope.kernels.autograd import CosSin, MemoryBackend, Turn, TurnPacked, turn_apart, turn_in_place
 from axial_rope.kernels.layouts import Table
 
-__all__ = ["Table", "turn", "turn_packed", "use_rotation"]
+__all__ = ["Table", "cos_sin", "turn", "turn_packed", "use_rotation"]
 
 Override = Callable[[Tensor, Table], Tensor]
 _override: Override | None = None
@@ -58,6 +58,14 @@ def use_rotation(function: Override) -> Iterator[None]:
         yield
     finally:
         _override = before
+
+
+def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of angles, in memory that suits the backends."""
+    if _is_watched(angle):
+        return angle.cos(), angle.sin()
+    cos, sin = CosSin.apply(angle)
+    return cos, sin
 
 
 def turn(x: Tensor, table: Table) -> Tensor:
@@ -127,11 +135,14 @@ def _triton_backend() -> Any:
 
 
 def _is_transformed(x: Tensor, table: Table) -> bool:
+    return _is_watched(x) or type(table.cos) not in (Tensor, torch.nn.Parameter)
+
+
+def _is_watched(x: Tensor) -> bool:
     """Whether anything but eager autograd looks on: then memory isn't to be touched, and there may be none."""
     return (
         torch.compiler.is_compiling()
         or type(x) not in (Tensor, torch.nn.Parameter)
-        or type(table.cos) not in (Tensor, torch.nn.Parameter)
         or x.is_meta
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or torch.autograd.forward_ad._current_level >= 0

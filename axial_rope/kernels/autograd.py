@@ -24,7 +24,7 @@ from torch.autograd import Function
 from axial_rope.kernels import plain
 from axial_rope.kernels.layouts import Table
 
-__all__ = ["MemoryBackend", "Turn", "TurnPacked", "turn_apart", "turn_in_place"]
+__all__ = ["CosSin", "MemoryBackend", "Turn", "TurnPacked", "turn_apart", "turn_in_place"]
 
 
 class MemoryBackend(Protocol):
@@ -35,6 +35,25 @@ class MemoryBackend(Protocol):
     def correlate(self, y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor]: ...
 
     def in_place(self, x: Tensor, table: Table) -> bool: ...
+
+
+class CosSin(Function):
+    """Angles -> cosines and sines, which lie by turns in memory, as complex numbers do. The angles aren't kept."""
+
+    @staticmethod
+    def forward(ctx: Any, angle: Tensor) -> tuple[Tensor, Tensor]:
+        memory = angle.new_empty(*angle.shape, 2)
+        cos, sin = (_tensor_at(memory, part, memory.shape[:-1], memory.stride()[:-1]) for part in range(2))
+        torch.cos(angle, out=cos)
+        torch.sin(angle, out=sin)
+        ctx.save_for_backward(cos, sin)
+        return cos, sin
+
+    @staticmethod
+    def backward(ctx: Any, of_cos: Tensor, of_sin: Tensor) -> Tensor:
+        cos, sin = ctx.saved_tensors
+        gradient: Tensor = of_sin * cos - of_cos * sin
+        return gradient
 
 
 class Turn(Function):
