@@ -143,10 +143,12 @@ def turn_in_place(
 def turn_apart(
     qkv: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend, *, copy_values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k, turned, and v if it is to be copied, in new memory in which each head is in one piece."""
+    """q and k, turned, and v if it is to be copied, in new memory."""
     samples, tokens, _, heads, channels = shape
     parts = qkv.reshape(shape).permute(0, 2, 3, 1, 4)  # (B, 3, heads, N, head_dim)
-    memory = qkv.new_empty(3 if copy_values else 2, samples, heads, tokens, channels)
+    # Heads next to each other for each token: PyTorch's attention gives its output in the order of q, and there it is merged
+    # without a copy.
+    memory = qkv.new_empty(3 if copy_values else 2, samples, tokens, heads, channels).transpose(2, 3)
     backend.turn_into(memory[:2].transpose(0, 1), parts[:, :2], _for_both(table))
     if not copy_values:
         return memory[0], memory[1], parts[:, 2]

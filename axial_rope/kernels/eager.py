@@ -27,9 +27,9 @@ BUFFER_BYTES = 1 << 20  # half of a small L2 cache
 
 
 def in_place(x: Tensor, table: Table) -> bool:
-    """Whether to turn a projection in its own memory, rather than into memory in which attention finds it in order.
+    """Whether to turn a projection in its own memory, rather than into memory of its own.
 
-    Attention in low precision on the CPU gains more from q and k in order than their way there costs.
+    Attention in low precision on the CPU gains more from q and k without gaps than their way there costs.
     """
     return x.device.type == "cpu" and x.dtype == table.wide(x)
 
