@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 from axial_rope import (
