@@ -169,6 +169,8 @@ def test_equal_to_sam2(frozen, frames, pointers):
     attend = memory_attention_from_sam2(weights).eval()
     x, memory, position = as_ours(make_inputs(frames, pointers), pointers)
     out = attend(x, memory, grid=GRID, position=position)
+    with torch.no_grad():  # another order of the same sums
+        torch.testing.assert_close(attend(x, memory, grid=GRID, position=position), out, rtol=0, atol=5e-6)
     if frames or pointers:
         torch.testing.assert_close(out, arrays[f"out/{frames}_{pointers}"].transpose(0, 1), rtol=0, atol=1e-5)
     else:  # sam2's tracker then passes its memory attention by

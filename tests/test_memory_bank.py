@@ -327,3 +327,15 @@ def test_without_grids_stored_frames_have_the_readers():
     assert torch.equal(attend(x, without.read(), grid=(2, 3)), attend(x, with_grid.read(), grid=(2, 3)))
     with pytest.raises(ValueError, match=r"whole frames of grid \(1, 5\) = 5 tokens, or have positions: got 12 tokens"):
         attend(x[:, :5], without.read(), grid=(1, 5))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offloaded_memory_comes_back():
+    bank, tokens = MemoryBank(device="cpu"), list(torch.randn(4, 1, 12, 8, device="cuda"))
+    for number, frame in enumerate(tokens, start=1):
+        bank.write(frame, grid=(3, 4))
+        if number > 1:
+            bank.prefetch()
+        memory = bank.read()
+        assert memory.tokens.device.type == "cuda"
+        assert torch.equal(memory.tokens, torch.cat(tokens[:number], 1))

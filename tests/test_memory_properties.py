@@ -13,7 +13,7 @@ from axial_rope import (
     Memory,
     MemoryAttention,
     MemoryAttentionLayer,
-    MemoryBank,
+    MemoryCrossAttention,
     Mixed,
     grid_positions,
     memory_from_frames,
@@ -212,6 +212,24 @@ def test_masked_keys_are_absent(options):
     out = attend(x, gaps, grid=(3, 4))
     torch.testing.assert_close(out[0], attend(x, memory([0, 2], slice(0, 2)), grid=(3, 4))[0], **TOLERANCE)
     torch.testing.assert_close(out[1], attend(x, memory([1, 2], slice(0, 3)), grid=(3, 4))[1], **TOLERANCE)
+
+
+def test_averages_of_narrow_memory_are_the_attention(monkeypatch):
+    """Without gradients the memory may be averaged before it is projected: the same with gaps, heads and no bias."""
+    attend = block(dim=32, heads=2, pointer_span=15.0)  # heads of 16, memory of 8 channels
+    x, pointers = picture(3, 4, 32).flatten(1, 2), picture(1, 3, 32)[:, 0]
+    mask = torch.tensor([[True] * 12 + [False] * 12, [False, True] * 12])
+    memory = replace(memory_of([(3, 4)] * 2, pointers=pointers, pointer_ages=[1, 2, 3]), mask=mask)
+    used = []
+    average = MemoryCrossAttention._average_then_project
+    monkeypatch.setattr(MemoryCrossAttention, "_average_then_project", lambda *a: used.append(1) or average(*a))
+    for stored in (memory, replace(memory, mask=None)):
+        expected = attend(x, stored, grid=(3, 4))
+        assert not used
+        with torch.no_grad():
+            torch.testing.assert_close(attend(x, stored, grid=(3, 4)), expected, rtol=0, atol=5e-6)
+        assert len(used) == 2
+        used.clear()
 
 
 @pytest.mark.parametrize("parts", [(0, 0), (0, 2), (2, 0), (1, 2)])
@@ -416,18 +434,3 @@ def test_refusals():
         block(activation="tanh")
     with pytest.raises(ValueError, match=r"kernel must divide the grid \(3, 4\): got \(2, 2\)"):
         pool_frame(torch.zeros(1, 12, 8), (3, 4), 2)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_offloaded_memory_comes_back():
-    bank, attend = MemoryBank(device="cpu"), block().cuda()
-    x = picture(3, 4, 16).flatten(1, 2).cuda()
-    tokens = [frame.cuda() for frame in frames([(3, 4)] * 3)]
-    for number, frame in enumerate(tokens, start=1):
-        bank.write(frame, grid=(3, 4))
-        if number > 1:
-            bank.prefetch()
-        memory = bank.read()
-        assert memory.tokens.device.type == "cuda"
-        assert torch.equal(memory.tokens, torch.cat(tokens[:number], 1))
-    attend(x, memory, grid=(3, 4))
