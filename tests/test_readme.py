@@ -8,6 +8,7 @@ import pytest
 
 from axial_rope import presets
 from train.arguments import parse
+from train.video.program import make_parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -34,7 +35,9 @@ def test_table_of_schemes_is_what_its_command_prints():
     assert presets.table().strip() in README
 
 
-COMMANDS = re.findall(r"-m train (--.*)", "\n".join(code for language, code in BLOCKS if language == "bash"))
+SHELL = "\n".join(code for language, code in BLOCKS if language == "bash")
+COMMANDS = re.findall(r"-m train (--.*)", SHELL)
+VIDEO_COMMANDS = re.findall(r"-m train video (.*)", SHELL)
 
 
 @pytest.mark.parametrize("words", COMMANDS)
@@ -45,5 +48,12 @@ def test_flags_of_a_command(words, tmp_path, monkeypatch):
     assert settings.rope in ("axial", "mixed") and settings.epochs in (38, 90, 100, 300)
 
 
+@pytest.mark.parametrize("words", VIDEO_COMMANDS)
+def test_flags_of_a_video_command(words):
+    words = shlex.split(words, comments=True)
+    command = words.pop(0) if words[0] in ("evaluate", "track") else "train"
+    assert make_parser(command).parse_args(words).output
+
+
 def test_there_are_commands():
-    assert len(COMMANDS) >= 4
+    assert len(COMMANDS) >= 4 and len(VIDEO_COMMANDS) >= 3
