@@ -1,16 +1,14 @@
 """Run by test_kernels_triton.py in a process of its own: the Triton kernels against float64, interpreted or on a GPU."""
 
+import argparse
 import itertools
-import sys
 
 import torch
 
 from axial_rope import Rotation, kernels, rotate, rotate_packed
 from axial_rope.kernels import Table, plain, triton_backend
 
-DEVICE = sys.argv[1]
-if DEVICE == "cpu":  # fewer and larger programs, since the interpreter runs them one by one
-    triton_backend.BLOCK, triton_backend.PROGRAMS = 1 << 13, 4
+DEVICE = "cpu"
 SIZES = list(itertools.product((8, 20, 64, 72, 80, 96, 128, 256), (1, 3, 12), (1, 7, 197)))
 SHAPES = ("shared", "per head", "per sample", "per head and sample")
 
@@ -110,10 +108,17 @@ def check_huge_strides():
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("device")
+    parser.add_argument("start", type=int)
+    parser.add_argument("step", type=int)
+    args = parser.parse_args()
+    DEVICE = args.device
+    if DEVICE == "cpu":  # fewer and larger programs, since the interpreter runs them one by one
+        triton_backend.BLOCK, triton_backend.PROGRAMS = 1 << 13, 4
     torch.manual_seed(0)
-    start, step = int(sys.argv[2]), int(sys.argv[3])
-    for index, size in list(enumerate(SIZES))[start::step]:
+    for index, size in list(enumerate(SIZES))[args.start :: args.step]:
         check(index, *size)
     check_the_doors()
     check_huge_strides()
-    print(f"checked {len(SIZES[start::step])} sizes")
+    print(f"checked {len(SIZES[args.start :: args.step])} sizes")
