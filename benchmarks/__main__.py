@@ -89,9 +89,10 @@ def measure_models(size: str, batch: int, options: argparse.Namespace) -> Any:
     vits = models.vits(size, image, options.device)
     x = torch.randn(batch, 3, image, image, device=options.device)
     for mode in options.modes:
-        kept = {name: models.saved_bytes(model, x, "float32" if mode == "bf16" else mode) for name, model in vits.items()}
-        rows = {name: {"MB": value / 1e6, "ratio": value / kept["no RoPE"]} for name, value in kept.items()}
-        yield f"ViT-{size}, {mode}: kept for backward", rows
+        for part, measure_bytes in {"kept for backward": models.saved_bytes, "peak of a step": models.peak_bytes}.items():
+            sizes = {name: measure_bytes(model, x, "float32" if mode == "bf16" else mode) for name, model in vits.items()}
+            rows = {name: {"MB": value / 1e6, "ratio": value / sizes["no RoPE"]} for name, value in sizes.items()}
+            yield f"ViT-{size}, {mode}: {part}", rows
         for training in (False, True):
             for compiled in (False, True) if options.compiled else (False,):
                 timings = models.time_models(vits, x, mode, training=training, rounds=rounds, compiled=compiled)

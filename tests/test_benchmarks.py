@@ -27,9 +27,9 @@ def test_quick_run_writes_all_parts(tmp_path, capsys):
         kept = report["parts"][f"ViT-tiny, {mode}: kept for backward"]
         assert kept["ours, axial"]["ratio"] == 1.0
         assert kept["timm, axial"]["ratio"] > 1.01
-        for kind in ("forward", "training step"):
+        for kind in ("peak of a step", "forward", "training step"):
             rows = report["parts"][f"ViT-tiny, {mode}: {kind}"]
-            assert rows["no RoPE"]["ratio"] == 1.0 and len(rows) == 5
+            assert rows["no RoPE"]["ratio"] == 1.0 and len(rows) == 6
     assert "ViT-tiny, bf16 AMP: training step" in capsys.readouterr().out
 
 
@@ -53,5 +53,8 @@ def test_saved_bytes_and_modes():
     layer = torch.nn.Linear(8, 4)
     x = torch.randn(2, 8)
     assert models.saved_bytes(layer, x, "float32") == x.numel() * 4 + 2 * 4 * 4  # the input, and the output squared
+    wide = torch.nn.Sequential(torch.nn.Linear(8, 1000, bias=False), torch.nn.Flatten(0))
+    peak = models.peak_bytes(wide, x, "float32")
+    assert 0 <= peak - (8000 + 2000) * 4 < 100  # the gradients of the weight and of the output, and a few numbers
     with pytest.raises(ValueError, match="mode must be one of float32, bf16 AMP, bf16: got 'fp8'"):
         models.time_models({"no RoPE": layer}, x, "fp8", training=False, rounds=1)

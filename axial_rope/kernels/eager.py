@@ -13,7 +13,11 @@ cuts fall on the same elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +27,7 @@ from axial_rope.kernels.layouts import Table, pair_views
 
 __all__ = ["correlate", "in_place", "turn_into"]
 
+Factors = tuple[Tensor, ...]  # a complex table, or cosines and sines
 BUFFER_BYTES = 1 << 20  # half of a small L2 cache
 
 
@@ -46,43 +51,58 @@ def turn_into(target: Tensor, source: Tensor, table: Table, *, inverse: bool = F
         return
     wide = table.wide(x)
     factors = _factors(table, wide, inverse)
-    as_complex = table.layout == "interleaved"
-    if x.dtype == wide and not (as_complex and not (has_complex_view(x) and has_complex_view(goal))):
-        _turn_wide(goal, x, factors, table)
-        return
-    for part, of_x, *of_factors in _chunks(goal, x, factors, table, wide):
-        buffer = of_x.to(wide, copy=True)
-        if as_complex and not has_complex_view(buffer):
-            buffer = buffer.clone(memory_format=torch.contiguous_format)
-        _turn_wide(buffer, buffer, of_factors, table)
-        part.copy_(buffer)
+    if x.dtype == wide and (table.layout != "interleaved" or (has_complex_view(x) and has_complex_view(goal))):
+        _wide_turn(goal, x, factors, table)()
+    else:
+        _turn_by_parts(goal, x, factors, table)
 
 
-def _factors(table: Table, wide: torch.dtype, inverse: bool) -> tuple[Tensor, ...]:
+def _turn_by_parts(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> None:
+    """`x` turned into `goal` through a buffer in the wide dtype.
+
+    New memory, and views of it, for each part would take as long as the rotation.
+    """
+    is_cut_by_threads = table.layout == "interleaved" and torch.get_num_threads() > 1
+    limit = sys.maxsize if is_cut_by_threads else BUFFER_BYTES
+    parts = list(_parts(goal, x, factors, limit))
+    buffer = _viewable(torch.empty_like(parts[0][1], dtype=table.wide(x)))  # the first part is the largest
+    for _, alike in groupby(parts, lambda part: (part[1].shape, id(part[2]))):
+        first, *others = alike
+        own = _corner(buffer, first[1])
+        turn = _wide_turn(own, own, first[2], table)
+        for part, of_x, _ in (first, *others):
+            own.copy_(of_x)
+            turn()
+            part.copy_(own)
+
+
+def _factors(table: Table, wide: torch.dtype, inverse: bool) -> Factors:
     if table.layout == "interleaved":
         return (complex_table(table.cos, table.sin, wide, inverse),)
     return table.cos.to(wide), -table.sin.to(wide) if inverse else table.sin.to(wide)
 
 
-def _turn_wide(goal: Tensor, x: Tensor, factors: Sequence[Tensor], table: Table) -> None:
-    """`x` turned into `goal`, both in the wide dtype."""
+def _wide_turn(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> Callable[[], Any]:
+    """What turns the memory of `x` into that of `goal`, both in the wide dtype."""
     start, width = 0, table.width
+    steps: list[Callable[[], Any]] = []
     if table.layout == "interleaved":
-        table_pairs, start = factors[0], width - width % 32
+        start = width - width % 32
         if start:
             pairs = complex_view(x, start)
             goal_pairs = pairs if goal is x else complex_view(goal, start)
-            torch.mul(pairs, table_pairs[..., : start // 2], out=goal_pairs)
-        cos, sin = torch.view_as_real(table_pairs[..., start // 2 :]).unbind(-1) if start < width else (None, None)
-    else:
-        cos, sin = factors
-    if cos is not None and sin is not None:
-        _turn_real(goal[..., start:width], x[..., start:width], cos, sin, table)
+            steps.append(partial(torch.mul, pairs, factors[0][..., : start // 2], out=goal_pairs))
+        if start < width:
+            factors = torch.view_as_real(factors[0][..., start // 2 :]).unbind(-1)
+    if start < width:
+        steps.append(partial(_turn_real, goal[..., start:width], x[..., start:width], factors, table))
     if width < x.shape[-1] and goal is not x:
-        goal[..., width:].copy_(x[..., width:])
+        steps.append(partial(goal[..., width:].copy_, x[..., width:]))
+    return steps[0] if len(steps) == 1 else lambda: [step() for step in steps]
 
 
-def _turn_real(goal: Tensor, x: Tensor, cos: Tensor, sin: Tensor, table: Table) -> None:
+def _turn_real(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> None:
+    cos, sin = factors
     goals, members = (pair_views(tensor, table.layout, table.split) for tensor in (goal, x))
     for (goal_a, goal_b, pairs), (a, b, _) in zip(goals, members, strict=True):
         across_a, across_b = b * sin[..., pairs], a * sin[..., pairs]
@@ -100,13 +120,40 @@ def correlate(y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor
     wide = table.wide(y)
     if y.device.type != "cpu" or table.layout != "interleaved":
         return plain.correlate(y.to(wide), gradient.to(wide), table)
-    total = torch.zeros(table.cos.shape, dtype=wide.to_complex(), device=y.device)
-    for of_y, of_gradient, part in _chunks(y, gradient, (total,), table, wide):
-        # The conjugate is a pass over a chunk in the cache; PyTorch's lazy conjugate would make one of its own.
-        product = complex_view(_viewable(of_y, wide)).conj_physical()
-        product.mul_(complex_view(_viewable(of_gradient, wide)))
-        part.add_(product.sum_to_size(part.shape))
+    total = torch.zeros((1,) * (y.dim() - table.cos.dim()) + table.cos.shape, dtype=wide.to_complex(), device=y.device)
+    if y.dtype == gradient.dtype == wide and has_complex_view(y) and has_complex_view(gradient):
+        _add_products(complex_view(y), complex_view(gradient), total)
+    else:
+        _add_products(y, gradient, total)
+    total = total.view(table.cos.shape)
     return total.real, total.imag
+
+
+def _add_products(y: Tensor, gradient: Tensor, total: Tensor) -> None:
+    """Add the sums of ``conj(y) gradient`` to `total`; both as complex numbers, or as what is to be copied to be seen so."""
+    size = y[0].numel() if y.dim() > 2 and len(y) else y.numel()  # of a sample, whose products need no sum
+    limit = min(BUFFER_BYTES, size * total.real.itemsize)
+    parts = list(_parts(y, gradient, (total,), limit))
+    wide = total.dtype if y.is_complex() else total.real.dtype
+    buffers = [_viewable(torch.empty_like(tensor, dtype=wide)) for tensor in parts[0][:2]]
+    for _, alike in groupby(parts, lambda part: part[0].shape):
+        first, *others = alike
+        own = [_corner(buffer, first[0]) for buffer in buffers]
+        product, factor = (tensor if y.is_complex() else complex_view(tensor) for tensor in own)
+        for of_y, of_gradient, (part,) in (first, *others):
+            # A pass over memory in the cache; PyTorch's lazy conjugate would take new memory each time.
+            if y.is_complex():
+                torch.conj_physical(of_y, out=product).mul_(of_gradient)
+            else:
+                own[0].copy_(of_y)
+                own[1].copy_(of_gradient)
+                product.conj_physical_().mul_(factor)
+            part.add_(product.sum_to_size(part.shape))
+
+
+def _corner(buffer: Tensor, x: Tensor) -> Tensor:
+    """The part of a buffer that has the shape of `x`, which is nowhere larger."""
+    return torch.as_strided(buffer, x.shape, buffer.stride())
 
 
 def complex_table(cos: Tensor, sin: Tensor, wide: torch.dtype, inverse: bool = False) -> Tensor:
@@ -140,27 +187,24 @@ def has_complex_view(x: Tensor) -> bool:
     return bool(even and x.stride(-1) == 1 and x.storage_offset() % 2 == 0)
 
 
-def _viewable(x: Tensor, wide: torch.dtype) -> Tensor:
-    x = x.to(wide)
-    return x if has_complex_view(x) else x.clone(memory_format=torch.contiguous_format)
+def _viewable(x: Tensor) -> Tensor:
+    return x if x.is_complex() or has_complex_view(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _chunks(
-    target: Tensor, source: Tensor, factors: Sequence[Tensor], table: Table, wide: torch.dtype
-) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of both tensors and of the factors that fit in the cache: some samples, or some tokens of one sample."""
-    total = source.numel() * wide.itemsize
-    is_cut = table.layout == "interleaved" and torch.get_num_threads() > 1
-    if total <= BUFFER_BYTES or is_cut:
-        yield target, source, *factors
-    elif source.dim() > 2 and source.shape[0] > 1:
-        step = max(1, BUFFER_BYTES * source.shape[0] // total)
-        for start in range(0, source.shape[0], step):
-            samples = slice(start, start + step)
-            own = [part[samples] if part.dim() == source.dim() and part.shape[0] > 1 else part for part in factors]
-            yield from _chunks(target[samples], source[samples], own, table, wide)
-    else:
-        step = max(1, BUFFER_BYTES * source.shape[-2] // total)
-        for start in range(0, source.shape[-2], step):
-            tokens = slice(start, start + step)
-            yield target[..., tokens, :], source[..., tokens, :], *(part[..., tokens, :] for part in factors)
+def _parts(target: Tensor, source: Tensor, factors: Factors, limit: int) -> Iterator[tuple[Tensor, Tensor, Factors]]:
+    """Both tensors and the factors, in parts of `limit` bytes in the wide dtype: some samples, or tokens of one sample."""
+    total = source.numel() * factors[0].real.itemsize
+    if total <= limit:
+        yield target, source, factors
+        return
+    by_samples = source.dim() > 2 and source.shape[0] > 1
+    dim = -source.dim() if by_samples else -2
+    step = max(1, limit * source.shape[dim] // total)
+    targets, sources = torch.split(target, step, dim), torch.split(source, step, dim)
+    shared = all(factor.dim() < -dim or factor.shape[dim] == 1 for factor in factors)
+    for index, (goal, x) in enumerate(zip(targets, sources, strict=True)):
+        own = factors if shared else tuple(factor.narrow(dim, index * step, x.shape[dim]) for factor in factors)
+        if by_samples:
+            yield from _parts(goal, x, own, limit)
+        else:
+            yield goal, x, own
