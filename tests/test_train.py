@@ -237,6 +237,17 @@ def test_resuming_a_finished_run_only_evaluates(tree, tmp_path, capsys):
     assert list(summary_of(tmp_path)["top1"]["raw"]) == ["32"]
 
 
+def test_an_earlier_run_is_not_written_over(tree, tmp_path, capsys):
+    output = tmp_path / "out"
+    for seed in ("0", "1", "2"):
+        assert main(small(tree, output, "--seed", seed)) == 0
+    assert [summary_of(output / name)["seed"] for name in ("earlier-1", "earlier-2", ".")] == [0, 1, 2]
+    assert sorted(path.name for path in (output / "earlier-2").iterdir()) == FILES
+    assert f"results of an earlier run moved to {output / 'earlier-2'}\n" in capsys.readouterr().out
+    assert main(small(tree, output, "--seed", "2", "--resume", "auto")) == 0
+    assert sorted(path.name for path in output.iterdir()) == sorted(["earlier-1", "earlier-2", *FILES])
+
+
 def test_a_failing_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "last.pt"
     write_atomic(path, lambda file: file.write(b"old"))

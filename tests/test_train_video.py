@@ -193,6 +193,13 @@ def test_what_training_writes(trained):
         assert (gif.n_frames, gif.size) == (24, (192, 192))
 
 
+def test_an_earlier_training_is_not_written_over(tmp_path):
+    words = ["--steps", "1", "--batch-size", "2", "--frames", "2", "--test-clips", "1", "--output", str(tmp_path)]
+    for seed in ("0", "1"):
+        assert main([*words, "--seeds", seed]) == 0
+    assert (tmp_path / "earlier-1" / "rotary-0.safetensors").exists() and not (tmp_path / "rotary-0.safetensors").exists()
+
+
 def test_weights_come_back(trained):
     model = load_model(str(trained / "rotary-0.safetensors"), "cpu")
     scores = json.loads((trained / "summary.json").read_text())["scores"]["rotary"]["0"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +28,19 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def set_aside(folder: Path, patterns: Sequence[str]) -> None:
+    """Move the results of an earlier run, files of these names, into a folder beside them: nothing is written over."""
+    files = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    if not files:
+        return
+    numbers = (number for number in itertools.count(1) if not (folder / f"earlier-{number}").exists())
+    earlier = folder / f"earlier-{next(numbers)}"
+    earlier.mkdir()
+    for path in files:
+        path.rename(earlier / path.name)
+    print(f"results of an earlier run moved to {earlier}")
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

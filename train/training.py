@@ -14,11 +14,13 @@ from timm.utils import unwrap_model
 from models.rope_vit import patch_size
 from train import report
 from train.assemble import make_batches, make_model, make_task, make_trainer, refusing, updates_in
-from train.checkpoint import save_checkpoint, save_weights
+from train.checkpoint import save_checkpoint, save_weights, set_aside
 from train.data import Images, eval_loader
 from train.engine import Trainer, seed_epoch
 from train.evaluate import default_sizes, evaluate, sweep
 from train.preflight import fingerprint
+
+FILES = ("last.pt", "best.safetensors", "metrics.csv", "summary.json", "resolution.png", "training.png")
 
 
 @dataclass
@@ -89,6 +91,9 @@ class Training:
         from tqdm import tqdm
 
         args, trainer = self.args, self.trainer
+        continues = args.resume and Path(args.resume).resolve().parent == self.output.resolve()
+        if self.primary and not continues:
+            set_aside(self.output, FILES)
         total = args.epochs * updates_in(self.batches, args.grad_accum_steps)
         started = time.perf_counter() - self.seconds
         with tqdm(total=total, initial=trainer.updates, desc="train", unit="step", disable=not self.primary) as bar:

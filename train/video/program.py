@@ -23,7 +23,7 @@ from torch import nn
 from models.memory_segmenter import ConvStem, MemorySegmenter, ViTFeatures
 from models.tracker import Tracker
 from train.arguments import Parser, number
-from train.checkpoint import save_weights, write_atomic
+from train.checkpoint import save_weights, set_aside, write_atomic
 from train.errors import Refusal, Stopped
 from train.report import write_summary
 from train.video.clips import Clips
@@ -35,6 +35,7 @@ from train.video.metrics import evaluate_video, summarize
 from train.video.pictures import overlay, write_gif, write_sheet
 
 COMMANDS = ("train", "evaluate", "track")
+FILES = ("*.safetensors", "summary.json", "table.txt", "clips.png", "clips.gif")
 
 
 def make_parser(command: str) -> Parser:
@@ -111,6 +112,7 @@ def run_training(args: Any) -> dict[str, Any]:
         batches = Clips(find_videos(args.data, "train"), size=args.size, frames=args.frames, strides=args.strides)
     make_backbone(args.backbone, colour=bool(args.data))  # refused before anything is written
     output.mkdir(parents=True, exist_ok=True)
+    set_aside(output, FILES)
     rows: dict[str, dict[int, dict[str, float]]] = {variant: {} for variant in variants}
     seconds, models = {}, {}
     for variant in variants:
