@@ -1,6 +1,7 @@
 """What must stay true of the whole: imports go one way, importing is light, user mistakes raise."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,11 @@ def test_files_stay_rooms():
         for path in sources(package):
             lines = len(path.read_text().splitlines())
             assert lines <= 450, f"{path} has {lines} lines: two rooms"
+
+
+def test_every_pitfall_names_its_tests():
+    named = re.findall(r"\b(\w+)::(\w+)", (ROOT / "docs" / "pitfalls.md").read_text())
+    assert len(named) > 100
+    for file, name in named:
+        if file != "py":  # the pattern at the head
+            assert f"def test_{name}(" in (ROOT / "tests" / f"test_{file}.py").read_text(), f"{file}::{name}"
