@@ -45,9 +45,10 @@ def make_rotary(
 ) -> Model:
     """Give a timm VisionTransformer rotary position embeddings, in place.
 
-    Class and register tokens aren't rotated. The model takes images of any size from then on, square or not
-    (``dynamic_img_size`` is switched on). Its state-dict keys stay those of the timm model, with ``rope.frequencies`` added
-    where the family is learned, so that weights can be loaded before or after.
+    Class and register tokens aren't rotated. The model takes images of any number of patches from then on, square or not
+    (``dynamic_img_size`` is switched on; for sides that aren't whole patches make it with ``dynamic_img_pad=True``). Its
+    state-dict keys stay those of the timm model, with ``rope.frequencies`` added where the family is learned, so that weights
+    can be loaded before or after.
 
     Parameters
     ----------

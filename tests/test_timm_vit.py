@@ -76,6 +76,15 @@ def test_models_of_timm(name, options, patch):
     for grid in [(10, 20), (14, 6)]:
         image = torch.randn(1, 3, grid[0] * patch, grid[1] * patch)
         assert torch.equal(rotary(image), twin(image))
+    rotary.patch_embed.dynamic_img_pad = True
+    for size in [(160, 320), (224, 96)]:
+        whole = [-(-side // patch) for side in size]
+        image = torch.randn(1, 3, *size)
+        padded = torch.zeros(1, 3, whole[0] * patch, whole[1] * patch)
+        padded[..., : size[0], : size[1]] = image
+        assert torch.equal(rotary(image), twin(padded))
+        (features,) = rotary.forward_intermediates(image, indices=[0], intermediates_only=True)
+        assert list(features.shape[-2:]) == whole
 
 
 def reference_features(vit, x, rotation_of_block):
