@@ -47,8 +47,8 @@ def make_rotary(
 
     Class and register tokens aren't rotated. The model takes images of any number of patches from then on, square or not
     (``dynamic_img_size`` is switched on; for sides that aren't whole patches make it with ``dynamic_img_pad=True``). Its
-    state-dict keys stay those of the timm model, with ``rope.frequencies`` added where the family is learned, so that weights
-    can be loaded before or after.
+    state-dict keys stay those of the timm model, with ``rope.frequencies`` added where the family is learned, so that
+    weights can be loaded before or after.
 
     Parameters
     ----------

@@ -293,9 +293,9 @@ def test_refusals():
         bank.read(9)
     with pytest.raises(ValueError, match='reverse must be used with evict="never"'):
         bank.read(11, reverse=True)
-    with pytest.raises(KeyError, match=r"object must be one of the bank's \[0\]: got 'cat'"):
+    with pytest.raises(ValueError, match=r"object must be one of the bank's \[0\]: got 'cat'"):
         bank.read(objects=["cat"])
-    with pytest.raises(KeyError, match="got 1"):
+    with pytest.raises(ValueError, match="got 1"):
         bank.remove(0, 1)
     assert bank.objects == (0,)
     with pytest.raises(ValueError, match="object must be new: got 0"):
@@ -312,8 +312,39 @@ def test_refusals():
         MemoryBank(max_conditioning=1)
     with pytest.raises(ValueError, match="stride must be at least 1: got 0"):
         MemoryBank(stride=0)
+    with pytest.raises(TypeError, match=r"recent must be a whole number: got 2\.5"):
+        MemoryBank(recent=2.5)
     with pytest.raises(ValueError, match='evict must be "window" or "never": got \'fifo\''):
         MemoryBank(evict="fifo")
+
+
+def test_frames_unlike_those_before_are_refused():
+    bank = MemoryBank(recent=2)
+    bank.write(torch.zeros(2, 6, 4), grid=(2, 3), objects=["cat", "dog"])
+    bank.write(torch.ones(2, 6, 4), grid=(2, 3))
+    assert bank.objects == ("cat", "dog") and bank.read().tokens[:, ::6, 0].tolist() == [[0, 1], [0, 1]]
+    with pytest.raises(ValueError, match=r"objects must be named unless all 2 are written, \['cat', 'dog'\]: got 3 rows"):
+        bank.write(torch.zeros(3, 6, 4), grid=(2, 3))
+    with pytest.raises(TypeError, match=r"tokens must have the dtype torch.float32 of those before: got torch.bfloat16"):
+        bank.write(torch.zeros(2, 6, 4).bfloat16(), grid=(2, 3))
+    with pytest.raises(ValueError, match="tokens must have the 4 channels of those before: got 5"):
+        bank.write(torch.zeros(2, 6, 5), grid=(2, 3))
+    with pytest.raises(ValueError, match=r"grid must be \(height, width\): got 6"):
+        bank.write(torch.zeros(2, 6, 4), grid=6)
+    with pytest.raises(ValueError, match="recent must be 2, as in the bank that was saved: got 3"):
+        MemoryBank(recent=3).load_state_dict(bank.state_dict())
+    assert bank.newest == 1
+
+
+def test_pointers_may_outlive_the_tokens():
+    """Of a stream whose frames after the first are hidden, the pointers alone are left."""
+    bank = MemoryBank(recent=1, pointers=4)
+    bank.write(torch.zeros(1, 6, 4), grid=(2, 3), pointers=torch.ones(1, 8))
+    bank.write(torch.zeros(1, 6, 4), grid=(2, 3), pointers=torch.ones(1, 8), objects=["other"])
+    memory = bank.read(objects=[0])
+    assert (tuple(memory.tokens.shape), tuple(memory.pointers.shape)) == ((1, 0, 4), (1, 1, 8))
+    attend = MemoryAttention(16, 4, depth=1, heads=2, mlp_dim=16).eval()
+    assert attend(torch.zeros(1, 6, 16), memory, grid=(2, 3)).isfinite().all()
 
 
 def test_without_grids_stored_frames_have_the_readers():

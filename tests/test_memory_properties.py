@@ -430,6 +430,12 @@ def test_refusals():
         block(sine=("values",))
     with pytest.raises(ValueError, match="age_slots must be 0, or at least 2"):
         block(age_slots=1)
+    with pytest.raises(ValueError, match="depth must be at least 1: got 0"):
+        block(depth=0)
+    with pytest.raises(ValueError, match=r"grid must be \(height, width\): got \(1, 6, 8\)"):
+        attend(x, grid=(1, 6, 8))
+    with pytest.raises(TypeError, match="memory must be a Memory or None: got Tensor"):
+        attend(x, tokens, grid=(6, 8))
     with pytest.raises(ValueError, match="activation must be one of relu, gelu: got 'tanh'"):
         block(activation="tanh")
     with pytest.raises(ValueError, match=r"kernel must divide the grid \(3, 4\): got \(2, 2\)"):

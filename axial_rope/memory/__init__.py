@@ -4,6 +4,7 @@
     layer        one layer: self-attention, cross-attention to the memory, MLP
     attention    MemoryAttention, the layers and the positions of everything they look at
     selection    which frames are read: a pure function of integers
+    checks       what a bank refuses
     gather       stored tokens of several objects brought together
     bank         MemoryBank, which writes, reads and lets go
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from axial_rope.embedding import RotaryEmbedding
 from axial_rope.frequencies import Axial, Family
+from axial_rope.memory.checks import check_grid
 from axial_rope.memory.layer import MemoryAttentionLayer, Pooling
 from axial_rope.memory.tokens import Grid, Memory, sine_ages, sine_positions
 from axial_rope.positions import grid_positions
@@ -96,6 +97,8 @@ class MemoryAttention(nn.Module):
         for place in sine:
             if place not in SINE_PLACES:
                 raise ValueError(f"sine must hold {', '.join(SINE_PLACES)} only: got {place!r}")
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1: got {depth}")
         if age_slots < 0 or age_slots == 1:
             raise ValueError(f"age_slots must be 0, or at least 2 for conditioning and recent frames: got {age_slots}")
         if pointer_span is not None and pointer_span <= 0:
@@ -208,6 +211,9 @@ class MemoryAttention(nn.Module):
         return out if present is None else torch.where(present[:, None, None], out, alone)
 
     def _check(self, x: Tensor, memory: Memory | None, grid: Grid) -> None:
+        check_grid(grid)
+        if memory is not None and not isinstance(memory, Memory):
+            raise TypeError(f"memory must be a Memory or None: got {type(memory).__name__}")
         cells = grid[0] * grid[1]
         if x.dim() != 3 or x.shape[1] != cells or x.shape[2] != self.dim:
             raise ValueError(

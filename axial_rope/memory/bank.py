@@ -12,11 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from axial_rope.memory.checks import check_objects, check_settings, check_state, check_tokens, scores_of
 from axial_rope.memory.gather import Record, Sample, gather
 from axial_rope.memory.selection import Selection, select_frames, still_read
 from axial_rope.memory.tokens import Grid, Memory
 
 __all__ = ["MemoryBank"]
+
+SETTINGS = (
+    "recent",
+    "stride",
+    "max_conditioning",
+    "pointers",
+    "fill_gaps",
+    "min_score",
+    "evict",
+    "max_age",
+    "conditioning_age",
+)
 
 
 class MemoryBank:
@@ -73,26 +86,23 @@ class MemoryBank:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, value, least in (("recent", recent, 0), ("stride", stride, 1), ("pointers", pointers, 0)):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}: got {value}")
-        if max_conditioning is not None and max_conditioning < 2:
-            raise ValueError(f"max_conditioning must be at least 2, one before and one after: got {max_conditioning}")
-        if evict not in ("window", "never"):
-            raise ValueError(f'evict must be "window" or "never": got {evict!r}')
-        if max_age is not None and max_age <= 0:
-            raise ValueError(f"max_age must be positive: got {max_age}")
         self.recent, self.stride, self.max_conditioning, self.pointers = recent, stride, max_conditioning, pointers
         self.fill_gaps, self.min_score, self.evict = fill_gaps, min_score, evict
         self.max_age, self.conditioning_age = max_age, conditioning_age
         self.device, self.dtype = None if device is None else torch.device(device), dtype
+        check_settings(self.settings)
         self.reset()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides on the frames that are kept and read."""
+        return {name: getattr(self, name) for name in SETTINGS}
 
     def reset(self) -> None:
         """Forget everything, objects too."""
         self._records: dict[Hashable, dict[int, Record]] = {}
         self._newest: int | None = None
-        self._like: Tensor | None = None  # an empty tensor of the dtype and device in which tokens came
+        self._like: Tensor | None = None  # no tokens, (0, C), of the dtype and device in which they came
         self._timed = False
         self._stream: torch.cuda.Stream | None = None
 
@@ -138,7 +148,7 @@ class MemoryBank:
 
         Raises
         ------
-        KeyError
+        ValueError
             If one of them is unknown.
         """
         for object in objects:
@@ -148,7 +158,7 @@ class MemoryBank:
 
     def _track(self, object: Hashable) -> dict[int, Record]:
         if object not in self._records:
-            raise KeyError(f"object must be one of the bank's {list(self._records)}: got {object!r}")
+            raise ValueError(f"object must be one of the bank's {list(self._records)}: got {object!r}")
         return self._records[object]
 
     def write(
@@ -177,7 +187,7 @@ class MemoryBank:
         time
             When it was, in seconds, say; by default its number. Given once, it must be given always.
         objects
-            Names of the B objects; by default 0 .. B - 1. New ones are added.
+            Names of the B objects, of which new ones are added; by default all that the bank knows, or 0 .. B - 1 at first.
         pointers
             (B, D), one pointer for each object.
         conditioning
@@ -190,13 +200,18 @@ class MemoryBank:
         Raises
         ------
         ValueError
-            If tokens, grid, objects, pointers and scores don't fit together, or time is given in some calls only.
+            If tokens, grid, objects, pointers and scores don't fit together, or time or grid is given in some calls only, or
+            the tokens have other channels than those before.
+        TypeError
+            If the tokens have another dtype than those before.
         """
-        objects = self._check_write(tokens, grid, objects, pointers, time)
+        check_tokens(tokens, grid, pointers, self._like)
+        objects = check_objects(objects, tokens.shape[0], self.objects)
+        scores = scores_of(score, len(objects))
+        self._check_given(grid, time)
         frame = (0 if self._newest is None else self._newest + 1) if frame is None else frame
-        scores = self._scores(score, len(objects))
         self._newest = frame if self._newest is None else max(frame, self._newest)
-        self._like = tokens.new_empty(0)
+        self._like = tokens.new_empty(0, tokens.shape[2])
         rows = [None] * len(objects) if pointers is None else pointers.unbind(0)
         for object, row, pointer, value in zip(objects, tokens.unbind(0), rows, scores, strict=True):
             track = self._records.setdefault(object, {})
@@ -214,40 +229,14 @@ class MemoryBank:
             for track in self._records.values():
                 self._evict(track)
 
-    def _check_write(
-        self,
-        tokens: Tensor,
-        grid: Grid | None,
-        objects: Sequence[Hashable] | None,
-        pointers: Tensor | None,
-        time: float | None,
-    ) -> Sequence[Hashable]:
-        if tokens.dim() != 3 or (grid is not None and tokens.shape[1] != grid[0] * grid[1]):
-            rule = "h * w" if grid is None else f"{grid[0]} * {grid[1]} = {grid[0] * grid[1]}"
-            raise ValueError(f"tokens must have shape (objects, {rule}, channels): got {tuple(tokens.shape)}")
-        objects = range(tokens.shape[0]) if objects is None else objects
-        if len(objects) != tokens.shape[0] or len(set(objects)) != len(objects):
-            raise ValueError(f"objects must be {tokens.shape[0]} different names, one for each row: got {list(objects)}")
-        if pointers is not None and (pointers.dim() != 2 or pointers.shape[0] != tokens.shape[0]):
-            raise ValueError(f"pointers must have shape ({tokens.shape[0]}, channels): got {tuple(pointers.shape)}")
+    def _check_given(self, grid: Grid | None, time: float | None) -> None:
+        """Raise unless grids and times are given for all frames, or for none."""
         known = [record for track in self._records.values() for record in track.values()]
         if known and (known[0].grid is None) != (grid is None):
             raise ValueError(f"grid must be given for all frames or for none: got {grid} after {known[0].grid}")
         if self._newest is not None and self._timed != (time is not None):
             raise ValueError(f"time must be given for all frames or for none: got {time}")
         self._timed = time is not None
-        return objects
-
-    @staticmethod
-    def _scores(score: float | Sequence[float] | Tensor | None, number: int) -> list[float]:
-        if score is None:
-            return [float("inf")] * number
-        values = torch.as_tensor(score, dtype=torch.float32).detach().cpu()
-        if values.dim() == 0:
-            return [values.item()] * number
-        if values.shape != (number,):
-            raise ValueError(f"score must be one number or one for each of {number} objects: got {tuple(values.shape)}")
-        return list(values.tolist())
 
     def _store(self, tokens: Tensor) -> Tensor:
         dtype = tokens.dtype if self.dtype is None else self.dtype
@@ -322,10 +311,9 @@ class MemoryBank:
 
         Raises
         ------
-        KeyError
-            If an object is unknown.
         ValueError
-            If the frame lies before the newest, or further ahead than the window reaches, or in the wrong direction.
+            If an object is unknown, or the frame lies before the newest, or further ahead than the window reaches, or in the
+            wrong direction.
         """
         objects = self.objects if objects is None else tuple(objects)
         for object in objects:
@@ -404,6 +392,7 @@ class MemoryBank:
     def state_dict(self) -> dict[str, Any]:
         """All that is stored, as plain data and tensors that ``torch.save`` writes and ``weights_only=True`` reads."""
         return {
+            "settings": self.settings,
             "newest": self._newest,
             "timed": self._timed,
             "like": self._like,
@@ -417,7 +406,14 @@ class MemoryBank:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called; the settings are those of this bank."""
+        """Go on where `state_dict` was called; `device` and `dtype` may differ, and hold for what is stored from now on.
+
+        Raises
+        ------
+        ValueError
+            If this bank has other settings.
+        """
+        check_state(self.settings, state["settings"])
         self.reset()
         self._newest, self._timed, self._like = state["newest"], state["timed"], state["like"]
         for object, track in state["objects"]:

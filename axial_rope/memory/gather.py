@@ -66,10 +66,9 @@ def gather(samples: Sequence[Sample], like: Tensor, pointer_scale: float = 1.0) 
     """The memory of several objects, on the device and in the dtype of `like`; shorter ones are padded and masked."""
     device, dtype = like.device, like.dtype
     frames = [[tokens for record in sample.records if (tokens := record.on(like)) is not None] for sample in samples]
-    channels = next((tokens.shape[1] for rows in frames for tokens in rows), None)
     pointers = [[pointer.to(device, dtype) for pointer in sample.pointers] for sample in samples]
     width = next((pointer.shape[0] for rows in pointers for pointer in rows), 0)
-    tokens, mask = pad([torch.cat(rows) if rows else like.new_zeros(0, channels or width) for rows in frames])
+    tokens, mask = pad([torch.cat(rows) if rows else like for rows in frames])
     grid = next((record.grid for sample in samples for record in sample.records), None)
     shared = all(sample.layout == samples[0].layout for sample in samples)
     described = [describe(sample, grid, device) for sample in (samples[:1] if shared else samples)]
