@@ -354,9 +354,16 @@ def test_refusals(trained, tmp_path, capsys):
     write_labels(root / "Annotations/480p/cat/00099.png", torch.zeros(30, 44))
     assert "masks must belong to frames" in refused("evaluate", "--weights", weights, "--data", root)
     mask = tmp_path / "mask.png"
-    write_labels(mask, torch.zeros(4, 4))
+    write_labels(mask, torch.ones(4, 4))
     assert "video must be a file with a video stream" in refused(
         "track", tmp_path / "text", "--mask", mask, "--weights", weights
     )
+    track = ("track", tmp_path / "text", "--weights", weights, "--mask")
+    write_labels(mask, torch.zeros(4, 4))
+    assert "mask must show an object: got none" in refused(*track, mask)
+    for broken in (tmp_path / "nowhere.png", tmp_path / "text"):
+        assert f"pictures must be files that can be read: {broken} is not" in refused(*track, broken)
+    mask.write_bytes(mask.read_bytes()[:40])
+    assert f"pictures must be files that can be read: {mask} is not" in refused(*track, mask)
     with pytest.raises(SystemExit, match="2"):
         main(["--variants", "absolute"])

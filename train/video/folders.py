@@ -75,9 +75,23 @@ def read_folder(name: str, pictures: Path, masks: Path) -> Video:
     return Video(name, tuple(frames), {index[path.stem]: path for path in found})
 
 
+def open_picture(path: Path) -> Image.Image:
+    """A picture, decoded.
+
+    Raises:
+        Refusal: The file lacks, isn't a picture, or is cut short.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image
+    except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken PNG
+        raise Refusal(f"pictures must be files that can be read: {path} is not ({error})") from error
+
+
 def read_frame(path: Path) -> Tensor:
     """A frame as (3, H, W) in [0, 1]."""
-    with Image.open(path) as image:
+    with open_picture(path) as image:
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255
 
 
@@ -87,7 +101,7 @@ def read_labels(path: Path) -> Tensor:
     Raises:
         Refusal: It has colours instead of a palette.
     """
-    with Image.open(path) as image:
+    with open_picture(path) as image:
         if image.mode not in ("P", "L", "1"):
             raise Refusal(f"masks must be PNGs with a palette or in grey: {path} has mode {image.mode}")
         return torch.from_numpy(np.array(image).astype(np.uint8))

@@ -14,6 +14,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -243,15 +244,20 @@ def gray_if_needed(model: MemorySegmenter) -> Any:
 
 def run_tracking(args: Any) -> int:
     """Track a video file from a mask of its first frame; its masks as PNGs and an overlay as GIF."""
+    from tqdm import tqdm
+
     model, first, output = load_model(args.weights, args.device), read_labels(Path(args.mask)), Path(args.output)
+    if not first.any():
+        raise Refusal(f"mask must show an object: got none in {args.mask}")
+    frames = islice(decode(args.video), args.limit)
+    head = next(frames, None)
+    if head is None:
+        raise Refusal(f"video must have a frame: got none in {args.video}")
+    if head.shape[-2:] != first.shape:
+        raise Refusal(f"mask must have the size {tuple(head.shape[-2:])} of the video: got {tuple(first.shape)}")
     fit, pictures = gray_if_needed(model), []
-    tracker = Tracker(model, new_bank())
-    stem = Path(args.video).stem
-    for number_, frame in enumerate(decode(args.video)):
-        if number_ == 0 and frame.shape[-2:] != first.shape:
-            raise Refusal(f"mask must have the size {tuple(frame.shape[-2:])} of the video: got {tuple(first.shape)}")
-        if args.limit is not None and number_ >= args.limit:
-            break
+    tracker, stem = Tracker(model, new_bank()), Path(args.video).stem
+    for number_, frame in enumerate(tqdm(chain([head], frames), desc="track", total=args.limit, unit="frame")):
         labels = tracker.step(fit(frame), first if number_ == 0 else None)
         write_labels(output / stem / f"{number_:05d}.png", labels)
         pictures.append(overlay(frame, labels))
