@@ -1,7 +1,7 @@
 """Memory attention against the sam2 package, in one run: python -m benchmarks.memory
 
 SAM 2's block (4 layers, one head of 256, memory of 64 channels) on 32 x 32 tokens, 7 stored frames and 64 pointer tokens,
-with the same weights on both sides. Rounds of the two alternate, and the ratio is that of their fastest. Without the sam2
+with the same weights on both sides: median times, and the median of the ratios of rounds that alternate. Without the sam2
 package (PyPI: sam2) its side is left out.
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch.nn import functional as F
 
 from axial_rope import Memory, MemoryAttention, grid_positions, rotate
 from axial_rope.conversion.sam2 import memory_attention_from_sam2
+from benchmarks.timing import compare
 
 DIM, MEMORY_DIM, DEPTH = 256, 64, 4
 
@@ -43,21 +42,6 @@ def sam2_attention(grid: tuple[int, int]) -> torch.nn.Module | None:
     return Theirs(d_model=DIM, pos_enc_at_input=True, layer=layer, num_layers=DEPTH).eval()
 
 
-def fastest_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of the fastest of several rounds of each call, in turns: what other programs cost the machine is left out."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for name in calls:
-        calls[name]()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - start)
-    return {name: min(values) for name, values in times.items()}
-
-
 def shares(attend: MemoryAttention, x: torch.Tensor, memory: Memory, grid: tuple[int, int], rounds: int) -> dict[str, float]:
     """Seconds of the cross-attention's parts in all layers together, each alone."""
     layer = attend.layers[0].cross_attention
@@ -73,8 +57,8 @@ def shares(attend: MemoryAttention, x: torch.Tensor, memory: Memory, grid: tuple
         "rotation": lambda: (rotate(q, here), rotate(k, table, suffix_tokens=pointers)),
         "attention": lambda: F.scaled_dot_product_attention(q, k, v),
     }
-    times = fastest_times(calls, rounds)
-    return {name: seconds * (1 if "once" in name else DEPTH) for name, seconds in times.items()}
+    times = compare(calls, reference="attention", rounds=rounds)
+    return {name: timing.seconds * (1 if "once" in name else DEPTH) for name, timing in times.items()}
 
 
 @torch.no_grad()
@@ -97,10 +81,11 @@ def run(size: int, frames: int, pointers: int, rounds: int, device: str) -> dict
     if theirs is not None:
         first = (x.transpose(0, 1), stored.transpose(0, 1), position.transpose(0, 1), stored_position.transpose(0, 1))
         calls["sam2"] = lambda: theirs(*first, num_obj_ptr_tokens=pointers)
-    times = fastest_times(calls, rounds)
-    result: dict[str, Any] = {"tokens": cells, "frames": frames, "pointers": pointers, "seconds": times}
+    times = compare(calls, reference=list(calls)[-1], rounds=rounds)
+    seconds = {name: timing.seconds for name, timing in times.items()}
+    result: dict[str, Any] = {"tokens": cells, "frames": frames, "pointers": pointers, "seconds": seconds}
     if theirs is not None:
-        result["ratio"] = times["axial_rope"] / times["sam2"]
+        result["ratio"] = times["axial_rope"].ratio
         result["largest difference"] = (calls["axial_rope"]() - calls["sam2"]().transpose(0, 1)).abs().max().item()
     result["cross-attention"] = shares(attend, x, memory, grid, rounds)
     return result

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import models, rotation, timing
+from benchmarks import memory, models, rotation, timing
 from benchmarks.__main__ import main
 
 
@@ -58,3 +58,10 @@ def test_saved_bytes_and_modes():
     assert 0 <= peak - (8000 + 2000) * 4 < 100  # the gradients of the weight and of the output, and a few numbers
     with pytest.raises(ValueError, match="mode must be one of float32, bf16 AMP, bf16: got 'fp8'"):
         models.time_models({"no RoPE": layer}, x, "fp8", training=False, rounds=1)
+
+
+def test_memory_attention_is_measured_by_parts():
+    result = memory.run(4, frames=2, pointers=4, rounds=1, device="cpu")
+    assert (result["tokens"], result["frames"], result["pointers"]) == (16, 2, 4)
+    assert list(result["cross-attention"]) == ["angles, once a frame", "projection", "rotation", "attention"]
+    assert result.get("largest difference", 0.0) < 1e-5
