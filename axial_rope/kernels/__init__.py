@@ -96,8 +96,9 @@ def turn_packed(qkv: Tensor, table: Table, heads: int, *, overwrite: bool = Fals
     samples, tokens, channels = qkv.shape
     shape = (samples, tokens, 3, heads, channels // (3 * heads))
     backend = _memory_backend(qkv, table)
-    base = _whole(qkv) if overwrite and backend.in_place(qkv, table) else None
-    if torch.is_grad_enabled() and (qkv.requires_grad or table.cos.requires_grad or table.sin.requires_grad):
+    records = torch.is_grad_enabled() and (qkv.requires_grad or table.cos.requires_grad or table.sin.requires_grad)
+    base = _whole(qkv) if overwrite and (records or backend.in_place(qkv, table)) else None
+    if records:
         of = qkv if base is None else base
         _, q, k, v = TurnPacked.apply(of, table.cos, table.sin, shape, table, backend, base is not None)
         return q, k, v

@@ -32,9 +32,10 @@ BUFFER_BYTES = 1 << 20  # half of a small L2 cache
 
 
 def in_place(x: Tensor, table: Table) -> bool:
-    """Whether to turn a projection in its own memory, rather than into memory of its own.
+    """Whether to turn a projection that autograd doesn't record in its own memory, rather than into memory of its own.
 
-    Attention in low precision on the CPU gains more from q and k without gaps than their way there costs.
+    Attention in low precision on the CPU gains more from q and k without gaps than their way there costs. Where autograd
+    records, v would have to be copied as well.
     """
     return x.device.type == "cpu" and x.dtype == table.wide(x)
 
