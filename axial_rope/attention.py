@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -64,6 +65,8 @@ class RotaryAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and less than 1: got {dropout}")
         if head_dim is None and dim % heads:
             raise ValueError(f"dim must be divisible by heads={heads}, or head_dim be given: got dim={dim}")
         kv_heads = heads if kv_heads is None else kv_heads
@@ -110,7 +113,8 @@ class RotaryAttention(nn.Module):
         key_prefix_tokens, key_suffix_tokens
             Unrotated tokens at the start and the end of `key`, in cross-attention.
         mask
-            Broadcastable to (B, heads, N, M): boolean, True where a query may look, or added to the scores.
+            (N, M), or with heads or samples and heads in front, broadcastable to (B, heads, N, M): boolean, True where a
+            query may look, or added to the scores.
         is_causal
             Let query n look at keys 0 .. n alone.
 
@@ -122,7 +126,9 @@ class RotaryAttention(nn.Module):
         Raises
         ------
         ValueError
-            If rotations, prefixes and tokens don't agree, or `key_rotation` is given in self-attention.
+            If inputs, rotations, prefixes and mask don't agree, or `key_rotation` is given in self-attention.
+        TypeError
+            If the mask is neither boolean nor floating.
         """
         if key is None:
             if value is not None or key_rotation is not None or key_prefix_tokens or key_suffix_tokens:
@@ -131,6 +137,7 @@ class RotaryAttention(nn.Module):
                 )
             key, key_rotation, key_prefix_tokens = x, rotation, prefix_tokens
         value = key if value is None else value
+        self._check(x, key, value, mask, is_causal)
         q = self.q_norm(rearrange(self.q_proj(x), "b n (h d) -> b h n d", h=self.heads))
         k = self.k_norm(rearrange(self.k_proj(key), "b m (h d) -> b h m d", h=self.kv_heads))
         v = rearrange(self.v_proj(value), "b m (h d) -> b h m d", h=self.kv_heads)
@@ -149,3 +156,23 @@ class RotaryAttention(nn.Module):
         )
         out: Tensor = self.out_proj(rearrange(attended, "b h n d -> b n (h d)"))
         return out
+
+    def _check(self, x: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+        for name, given, layer in (("x", x, self.q_proj), ("key", key, self.k_proj), ("value", value, self.v_proj)):
+            if given.dim() != 3 or given.shape[2] != layer.in_features:
+                raise ValueError(f"{name} must have shape (batch, tokens, {layer.in_features}): got {tuple(given.shape)}")
+        if key.shape[:2] != value.shape[:2] or key.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"key and value must have the batch {x.shape[0]} of x and as many tokens: got {tuple(key.shape)} and "
+                f"{tuple(value.shape)}"
+            )
+        if mask is None:
+            return
+        if is_causal:
+            raise ValueError("mask must not be given with is_causal=True: leave one of them away")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(f"mask must be boolean or floating: got {mask.dtype}")
+        full = (x.shape[0], self.heads, x.shape[1], key.shape[1])
+        fits = 2 <= mask.dim() <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], full[::-1], strict=False))
+        if not fits:
+            raise ValueError(f"mask must be broadcastable to (batch, heads, tokens, keys) = {full}: got {tuple(mask.shape)}")

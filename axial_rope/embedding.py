@@ -88,9 +88,11 @@ class RotaryEmbedding(nn.Module):
         ValueError
             If `positions` don't have a column for each axis of the family.
         TypeError
-            If `positions` are float16, bfloat16, complex or bool.
+            If `positions` are no tensor, or float16, bfloat16, complex or bool.
         """
         columns = self.family.columns
+        if not isinstance(positions, Tensor):
+            raise TypeError(f"positions must be a tensor: got {type(positions).__name__}")
         if positions.dim() not in (2, 3) or positions.shape[-1] != columns:
             raise ValueError(
                 f"positions must have shape (tokens, axes={columns}) or (batch, tokens, axes={columns}): "

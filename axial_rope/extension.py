@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from axial_rope.frequencies.base import Family
+from axial_rope.frequencies.base import Family, check_positive
 from axial_rope.frequencies.extended import Extended, Interpolation, Llama3, LongRope, Ntk, Proportional, Rule, Yarn
 
 __all__ = [
@@ -409,8 +409,7 @@ def _factors(family: Family, value: PerAxis, name: str = "factor") -> list[float
     values = [float(value)] * family.columns if isinstance(value, int | float) else [float(v) for v in value]
     if len(values) != family.columns:
         raise ValueError(f"{name} must be one number or one per axis: got {len(values)} for {family.columns} axes")
-    if min(values) <= 0:
-        raise ValueError(f"{name} must be positive: got {value}")
+    check_positive(name, *values)
     return values
 
 

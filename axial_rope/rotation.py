@@ -171,6 +171,8 @@ def rotate(x: Tensor, rotation: Rotation, *, prefix_tokens: int = 0, suffix_toke
     >>> rotate(torch.tensor([[1.0, 0.0]]), quarter)
     tensor([[0., 1.]])
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor: got {type(x).__name__}")
     check_rotation(x, rotation, prefix_tokens, suffix_tokens)
     return kernels.turn(x, _table(rotation, prefix_tokens, suffix_tokens))
 

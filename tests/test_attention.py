@@ -128,3 +128,21 @@ def test_messages(rope):
         attend(torch.randn(1, 12, 16), key_rotation=rotation)
     with pytest.raises(ValueError, match=r"= 2 \+ 12 \+ 0: got 12 tokens"):
         attend(torch.randn(1, 12, 16), rotation=rotation, prefix_tokens=2)
+    with pytest.raises(ValueError, match=r"dropout must be at least 0 and less than 1: got 1\.5"):
+        RotaryAttention(16, heads=2, dropout=1.5)
+    x = torch.randn(2, 12, 16)
+    with pytest.raises(ValueError, match=r"x must have shape \(batch, tokens, 16\): got \(12, 16\)"):
+        attend(x[0])
+    with pytest.raises(ValueError, match=r"key must have shape \(batch, tokens, 16\): got \(2, 12, 8\)"):
+        attend(x, x[..., :8])
+    with pytest.raises(ValueError, match=r"batch 2 of x and as many tokens: got \(1, 12, 16\) and \(1, 12, 16\)"):
+        attend(x, x[:1])
+    with pytest.raises(ValueError, match=r"as many tokens: got \(2, 12, 16\) and \(2, 11, 16\)"):
+        attend(x, x, x[:, 1:])
+    with pytest.raises(TypeError, match=r"mask must be boolean or floating: got torch\.int64"):
+        attend(x, mask=torch.ones(12, 12, dtype=torch.int64))
+    for shape in ((12,), (2, 12), (12, 11), (3, 12, 12), (1, 2, 2, 12, 12)):
+        with pytest.raises(ValueError, match=r"mask must be broadcastable to .* = \(2, 2, 12, 12\): got"):
+            attend(x, mask=torch.ones(shape, dtype=torch.bool))
+    with pytest.raises(ValueError, match="mask must not be given with is_causal=True"):
+        attend(x, mask=torch.ones(12, 12, dtype=torch.bool), is_causal=True)

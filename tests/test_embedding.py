@@ -219,6 +219,7 @@ def test_periods_of_a_checkpoint_are_not_lost():
         (torch.zeros(5, 3), ValueError, r"positions must have shape \(tokens, axes=2\) .*: got \(5, 3\)"),
         (torch.zeros(2), ValueError, r"positions must have shape .*: got \(2,\)"),
         (torch.zeros(5, 2, dtype=torch.bfloat16), TypeError, "positions must be float32, .*: got torch.bfloat16"),
+        ([[0.0, 1.0]], TypeError, "positions must be a tensor: got list"),
         (torch.zeros(5, 2, dtype=torch.bool), TypeError, "positions must be float32, .*: got torch.bool"),
     ],
 )

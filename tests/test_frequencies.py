@@ -127,6 +127,8 @@ def test_mixed_without_random_directions_is_axial():
         (lambda: Axial(64, pairs_per_axis=(-1, 16)), "pairs_per_axis must hold between 1 and head_dim / 2 = 32 pairs"),
         (lambda: Axial(64, pairs_per_axis=(16,)), "pairs_per_axis must have one number per axis: got 1 numbers for 2 axes"),
         (lambda: Axial(64, base=0.0), "base must be positive: got 0.0"),
+        (lambda: Axial(64, base=float("nan")), "base must be positive: got nan"),
+        (lambda: Periods(64, base=0.0), "base must be positive: got 0.0"),
         (lambda: Axial(64, base=(1.0, 2.0, 3.0)), "base must be one number or one per axis: got 3 for 2 axes"),
         (lambda: Axial(64, layout="halves"), "layout must be one of interleaved, half, half_per_axis: got 'halves'"),
         (lambda: Periods(64, base=1.0, periods=(1.0,)), "must not be given together: got base and periods"),
@@ -149,4 +151,18 @@ def test_mixed_without_random_directions_is_axial():
 )
 def test_messages(call, message):
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Axial(64.0), "head_dim must be a whole number: got 64.0"),
+        (lambda: Mixed(64.0, heads=2), "head_dim must be a whole number: got 64.0"),
+        (lambda: Axial(64, pairs_per_axis=(16.0, 16)), "pairs_per_axis must be a whole number: got 16.0"),
+        (lambda: MRope(12, sections=(2, 2, 2.0)), "sections must be a whole number: got 2.0"),
+    ],
+)
+def test_parts_of_a_head_are_whole(call, message):
+    with pytest.raises(TypeError, match=message):
         call()

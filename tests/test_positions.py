@@ -94,6 +94,7 @@ def test_512_centres_are_distinct():
             lambda: grid_positions(3, 4, reference=(1, 2, 3)),
             "reference must have one value per axis: got 3 values for 2 axes",
         ),
+        (lambda: grid_positions(3, 4, reference=(0, 2)), r"reference must be positive on every axis: got \(0, 2\)"),
         (lambda: centered_positions(3, normalize="mean"), 'normalize must be "separate", "max" or "min": got \'mean\''),
         (lambda: axis_positions(), "coordinates must hold one tensor per axis: got none"),
         (lambda: axis_positions(torch.zeros(2, 2)), r"coordinates must be 1-D: those of axis 0 have shape \(2, 2\)"),
@@ -102,3 +103,10 @@ def test_512_centres_are_distinct():
 def test_messages(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("size", [(2.5, 3), ((2, 3),), ("2", 3)])
+def test_sizes_are_whole_numbers(size):
+    for positions in (grid_positions, centered_positions):
+        with pytest.raises(TypeError, match="size must be whole numbers, one for each axis: got"):
+            positions(*size)

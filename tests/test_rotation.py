@@ -215,6 +215,8 @@ def test_messages_about_heads_samples_and_dtypes():
     per_sample = RotaryEmbedding(Axial(8))(torch.zeros(3, 4, 2))
     with pytest.raises(ValueError, match=r"samples and heads of the rotation, \(3, 1\): got \(3,\) from \(3, 4, 8\)"):
         rotate(torch.zeros(3, 4, 8), per_sample)
+    with pytest.raises(TypeError, match="x must be a tensor: got list"):
+        rotate([1.0, 0.0], per_head)
     with pytest.raises(TypeError, match="positional argument"):
         rotate(torch.zeros(5, 8), RotaryEmbedding(Axial(8))(grid_positions(2, 2)), 1)
     for dtype in (torch.int64, torch.complex64, torch.bool):

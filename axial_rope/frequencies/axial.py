@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from axial_rope.frequencies.base import AxialFamily, Series, geometric
+from axial_rope.frequencies.base import AxialFamily, Series, check_positive, geometric
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ class Axial(AxialFamily):
             object.__setattr__(self, "base", tuple(self.base))
             if len(self.bases) != self.columns:
                 raise ValueError(f"base must be one number or one per axis: got {len(self.bases)} for {self.columns} axes")
-        if any(base <= 0 for base in self.bases):
-            raise ValueError(f"base must be positive: got {self.base}")
+        check_positive("base", *self.bases)
         if self.dealt and (len(set(self.split)) > 1 or not isinstance(self.base, int | float)):
             raise ValueError(
                 f"dealt must come with one base and equal pairs_per_axis: got base={self.base} and {self.split} pairs"

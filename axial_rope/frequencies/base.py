@@ -12,6 +12,7 @@ the string `axes`: "yx" gives the first pairs to y and the next to x, "xy" the o
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -152,8 +153,23 @@ def check_axes(axes: int | str) -> str:
     return axes
 
 
+def check_positive(name: str, *values: float) -> None:
+    """Raise unless all values are positive numbers."""
+    wrong = [value for value in values if not 0 < value < math.inf]
+    if wrong:
+        raise ValueError(f"{name} must be positive: got {wrong[0]}")
+
+
+def check_whole(name: str, *values: int) -> None:
+    """Raise unless all values are whole numbers."""
+    wrong = [value for value in values if not isinstance(value, int)]
+    if wrong:
+        raise TypeError(f"{name} must be a whole number: got {wrong[0]!r}")
+
+
 def check_split(head_dim: int, axes: int, split: Sequence[int] | None) -> tuple[int, ...]:
     """The pairs of each axis: `split` if it fits in the head, else equal shares of the whole head."""
+    check_whole("head_dim", head_dim)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim must be even and at least 2: got head_dim={head_dim}")
     if split is None:
@@ -164,6 +180,7 @@ def check_split(head_dim: int, axes: int, split: Sequence[int] | None) -> tuple[
             )
         return (head_dim // (2 * axes),) * axes
     split = tuple(split)
+    check_whole("pairs_per_axis", *split)
     if len(split) != axes:
         raise ValueError(f"pairs_per_axis must have one number per axis: got {len(split)} numbers for {axes} axes")
     if any(pairs < 0 for pairs in split) or not 1 <= sum(split) <= head_dim // 2:

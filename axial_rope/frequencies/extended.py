@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axial_rope.frequencies.base import COLUMNS, Family, Series, family_from_dict, geometric
+from axial_rope.frequencies.base import COLUMNS, Family, Series, check_positive, family_from_dict, geometric
 
 
 class Rule(ABC):
@@ -127,8 +127,9 @@ class LongRope(Rule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", tuple(float(factor) for factor in self.factors))
-        if min(self.factors, default=0.0) <= 0:
-            raise ValueError(f"factors must be positive numbers: got {self.factors}")
+        if not self.factors:
+            raise ValueError("factors must be one or more numbers: got none")
+        check_positive("factors", *self.factors)
 
     def apply(self, frequencies: Tensor, series: Series) -> Tensor:
         if len(self.factors) != series.length:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from axial_rope.frequencies.base import Family, check_split, geometric
+from axial_rope.frequencies.base import Family, check_positive, check_split, geometric
 from axial_rope.rotation import check_layout
 
 
@@ -63,8 +63,7 @@ class Mixed(Family):
                              '"half_per_axis"')  # fmt: skip
         if self.heads < 1 or (self.blocks is not None and self.blocks < 1):
             raise ValueError(f"heads and blocks must be at least 1: got heads={self.heads}, blocks={self.blocks}")
-        if self.base <= 0:
-            raise ValueError(f"base must be positive: got {self.base}")
+        check_positive("base", self.base)
 
     @property
     def columns(self) -> int:

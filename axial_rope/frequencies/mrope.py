@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axial_rope.frequencies.base import Family, Series, geometric
+from axial_rope.frequencies.base import Family, Series, check_positive, check_whole, geometric
 from axial_rope.rotation import check_layout
 
 
@@ -62,6 +62,8 @@ class MRope(Family):
 
     def __post_init__(self) -> None:
         sections = tuple(self.sections)
+        check_whole("head_dim", self.head_dim)
+        check_whole("sections", *sections)
         object.__setattr__(self, "sections", sections)
         check_layout(self.layout)
         if self.layout == "half_per_axis":
@@ -70,8 +72,7 @@ class MRope(Family):
             )
         if self.order not in ("contiguous", "strided"):
             raise ValueError(f'order must be "contiguous" or "strided": got {self.order!r}')
-        if self.base <= 0:
-            raise ValueError(f"base must be positive: got {self.base}")
+        check_positive("base", self.base)
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if rotary_dim % 2 or not 2 <= rotary_dim <= self.head_dim:
             raise ValueError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axial_rope.frequencies.base import AxialFamily
+from axial_rope.frequencies.base import AxialFamily, check_positive
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ class Periods(AxialFamily):
             raise ValueError(f"period_range must be (shortest, longest): got {len(self.period_range)} numbers")
         if self.periods is not None and set(self.split) - {len(self.periods)}:
             raise ValueError(f"periods must have one number per pair of an axis, {self.split}: got {len(self.periods)}")
-        if min([1.0 if self.base is None else self.base, *(self.period_range or ()), *(self.periods or ())]) <= 0:
-            raise ValueError(f"periods must be positive: got {self}")
+        if self.base is not None:
+            check_positive("base", self.base)
+        check_positive("periods", *(self.period_range or ()), *(self.periods or ()))
 
     def geometry(self, index: int) -> tuple[float, float | None]:
         pairs = self.split[index]

@@ -83,6 +83,8 @@ def grid_positions(
     if reference is not None:
         # Divided even where n equals the reference: k / n * n is not k in float32 for many n, and the references divide.
         targets = _per_axis("reference", reference, len(size))
+        if not all(target > 0 for target in targets):
+            raise ValueError(f"reference must be positive on every axis: got {tuple(reference)}")
         coordinates = [values / n * r for values, n, r in zip(coordinates, size, targets, strict=True)]
     return axis_positions(*coordinates)
 
@@ -205,6 +207,8 @@ def cropped_positions(*size: int, start: Offset, stop: Offset, device: torch.dev
 def _check_size(size: Sequence[int]) -> None:
     if not 1 <= len(size) <= 3:
         raise ValueError(f"size must be (length,), (height, width) or (frames, height, width): got {tuple(size)}")
+    if any(isinstance(n, float | str | Sequence) for n in size):
+        raise TypeError(f"size must be whole numbers, one for each axis: got {size}")
     if any(n < 1 for n in size):
         raise ValueError(f"size must have at least one cell on every axis: got {tuple(size)}")
 
