@@ -351,6 +351,7 @@ def test_meta_device():
         (tiny, Mixed(8, heads=2), {}, ValueError, "heads=4 and blocks=2: got heads=2 and blocks=None"),
         (tiny, Mixed(8, heads=4, blocks=3), {}, ValueError, "heads=4 and blocks=2: got heads=4 and blocks=3"),
         (tiny, Axial(8), {"strength": 1.5}, ValueError, "strength must be between 0 and 1: got 1.5"),
+        (tiny, Axial(8), {"positions": grid_positions(4, 4)}, TypeError, r"positions must be a function of .*: got Tensor"),
         (tiny, "axial", {}, TypeError, "family must be a family of frequencies"),
     ],
 )

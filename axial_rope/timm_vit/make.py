@@ -66,7 +66,8 @@ def make_rotary(
     Raises
     ------
     TypeError
-        If the model, its blocks or its attention layers are of another class, or it is rotary already.
+        If the model, its blocks or its attention layers are of another class, it is rotary already, or `positions` can't be
+        called.
     ValueError
         If the family doesn't fit the model's heads or blocks, or `strength` isn't in [0, 1].
 
@@ -81,6 +82,8 @@ def make_rotary(
     """
     model = vit.model if isinstance(vit, FeatureGetterNet) else vit
     family, positions = _scheme(family, positions)
+    if not callable(positions):
+        raise TypeError(f"positions must be a function of (height, width, device=...): got {type(positions).__name__}")
     rope = RotaryEmbedding(family)
     _check_model(model, family)
     check_strength(strength)
