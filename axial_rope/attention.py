@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from axial_rope.rotation import Rotation, rotate
 
-__all__ = ["RotaryAttention"]
+__all__ = ["RotaryAttention", "is_plain_linear"]
 
 
 class RotaryAttention(nn.Module):
@@ -65,8 +65,8 @@ class RotaryAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and less than 1: got {dropout}")
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must be between 0 and 1: got {dropout}")
         if head_dim is None and dim % heads:
             raise ValueError(f"dim must be divisible by heads={heads}, or head_dim be given: got dim={dim}")
         kv_heads = heads if kv_heads is None else kv_heads
@@ -176,3 +176,23 @@ class RotaryAttention(nn.Module):
         fits = 2 <= mask.dim() <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], full[::-1], strict=False))
         if not fits:
             raise ValueError(f"mask must be broadcastable to (batch, heads, tokens, keys) = {full}: got {tuple(mask.shape)}")
+
+
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether `layer` is a linear layer and nothing more: its weights say all, and nobody else sees or changes its output.
+
+    Adapters and quantized layers are of another class; hooks and what PyTorch calls around forward() are known by these
+    attributes alone.
+    """
+    everywhere = nn.modules.module
+    hooks = (
+        layer._forward_pre_hooks,
+        layer._forward_hooks,
+        layer._backward_pre_hooks,
+        layer._backward_hooks,
+        everywhere._global_forward_pre_hooks,
+        everywhere._global_forward_hooks,
+        everywhere._global_backward_pre_hooks,
+        everywhere._global_backward_hooks,
+    )
+    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not any(hooks)

@@ -109,6 +109,11 @@ class Rotation:
         Which channels are pairs, see `axial_rope.rotation`.
     split
         Pairs of each axis in the order in which they stand in the head (only "half_per_axis" depends on it).
+
+    Raises
+    ------
+    ValueError
+        If `cos` and `sin` have different shapes, or don't fit `head_dim` and `split`, or `layout` is unknown.
     """
 
     cos: Tensor
@@ -116,6 +121,18 @@ class Rotation:
     head_dim: int
     layout: str = "interleaved"
     split: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout)
+        if self.cos.shape != self.sin.shape or self.cos.dim() < 2:
+            raise ValueError(
+                f"cos and sin must have one shape, (..., tokens, pairs): got {tuple(self.cos.shape)} and "
+                f"{tuple(self.sin.shape)}"
+            )
+        if self.head_dim % 2 or 2 * self.pairs > self.head_dim:
+            raise ValueError(f"head_dim must be even and at least 2 * {self.pairs} pairs: got {self.head_dim}")
+        if self.layout == "half_per_axis" and sum(self.split) != self.pairs:
+            raise ValueError(f"split must hold the {self.pairs} pairs of cos and sin: got {self.split}")
 
     @property
     def pairs(self) -> int:

@@ -128,7 +128,7 @@ def test_messages(rope):
         attend(torch.randn(1, 12, 16), key_rotation=rotation)
     with pytest.raises(ValueError, match=r"= 2 \+ 12 \+ 0: got 12 tokens"):
         attend(torch.randn(1, 12, 16), rotation=rotation, prefix_tokens=2)
-    with pytest.raises(ValueError, match=r"dropout must be at least 0 and less than 1: got 1\.5"):
+    with pytest.raises(ValueError, match=r"dropout must be between 0 and 1: got 1\.5"):
         RotaryAttention(16, heads=2, dropout=1.5)
     x = torch.randn(2, 12, 16)
     with pytest.raises(ValueError, match=r"x must have shape \(batch, tokens, 16\): got \(12, 16\)"):

@@ -418,3 +418,28 @@ def test_the_double_backward_door_is_plain():
     assert first.grad_fn is not None
     (second,) = torch.autograd.grad(first.sum(), x)
     assert torch.allclose(second, torch.full_like(x, 2.0), atol=1e-5)
+
+
+def test_batches_of_gradients():
+    rope = RotaryEmbedding(Mixed(8, heads=3))
+    rotation = rope(grid_positions(2, 3))
+    x, packed = a_tensor(2, 3, 6, 8).requires_grad_(), a_tensor(2, 6, 72).requires_grad_()
+    for leaf, y in ((x, rotate(x, rotation)), (packed, torch.stack(rotate_packed(packed * 1, rotation, 3, overwrite=True)))):
+        gradients, inputs = a_tensor(4, *y.shape), (leaf, rope.frequencies)
+        batched = torch.autograd.grad(y, inputs, gradients, is_grads_batched=True, retain_graph=True)
+        one_by_one = [torch.autograd.grad(y, inputs, gradient, retain_graph=True) for gradient in gradients]
+        for got, want in zip(batched, zip(*one_by_one, strict=True), strict=True):
+            assert torch.allclose(got, torch.stack(want), atol=1e-5)
+    jacobian = torch.autograd.functional.jacobian(lambda x: rotate(x, rotation.inverse()), x.detach(), vectorize=True)
+    assert jacobian.shape == (2, 3, 6, 8) * 2
+
+
+def test_lazily_conjugated_parts():
+    table = torch.polar(torch.ones(6, 16), a_tensor(6, 16)).conj()
+    exact = table.resolve_conj()
+    lazy, resolved = (Rotation(part.real, part.imag, 32) for part in (table, exact))
+    for dtype in (torch.float32, torch.bfloat16):
+        x = a_tensor(2, 6, 32).to(dtype)
+        assert torch.equal(rotate(x, lazy), rotate(x, resolved))
+    x = torch.complex(a_tensor(6, 32), a_tensor(6, 32)).conj().imag
+    assert torch.equal(rotate(x, resolved), rotate(x.resolve_neg(), resolved))

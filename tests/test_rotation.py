@@ -222,3 +222,19 @@ def test_messages_about_heads_samples_and_dtypes():
     for dtype in (torch.int64, torch.complex64, torch.bool):
         with pytest.raises(TypeError, match=f"x must be a real floating tensor: got {dtype}"):
             rotate(torch.zeros(4, 8, dtype=dtype), RotaryEmbedding(Axial(8))(grid_positions(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layout": "hlaf"}, "layout must be one of interleaved, half, half_per_axis: got 'hlaf'"),
+        ({"layout": "half_per_axis"}, r"split must hold the 8 pairs of cos and sin: got \(\)"),
+        ({"layout": "half_per_axis", "split": (3,)}, r"split must hold the 8 pairs of cos and sin: got \(3,\)"),
+        ({"sin": torch.zeros(1, 8)}, r"cos and sin must have one shape, .*: got \(6, 8\) and \(1, 8\)"),
+        ({"head_dim": 14}, r"head_dim must be even and at least 2 \* 8 pairs: got 14"),
+        ({"head_dim": 17}, r"head_dim must be even and at least 2 \* 8 pairs: got 17"),
+    ],
+)
+def test_tables_that_fit_no_head(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Rotation(**{"cos": torch.ones(6, 8), "sin": torch.zeros(6, 8), "head_dim": 16} | arguments)

@@ -99,12 +99,25 @@ def check_the_doors():
 
 
 def check_huge_strides():
-    """A small storage with strides whose offsets pass 2**31 only if they are followed; int32 would wrap into it."""
+    """Strides whose offsets pass 2**31: of tokens, in a small storage into which int32 would wrap, and of channels."""
     table = a_table("shared", 1, 1, 2, 4, "interleaved", (0, 0))
     x = random(1, 1, 2, 8).as_strided((1, 1, 2, 8), (2**33, 2**33, 8, 1))
     y = torch.empty(1, 1, 2, 8, device=DEVICE)
     triton_backend.turn_into(y, x, table)
     close(y, plain.turn(x.double(), table))
+    if DEVICE != "cpu":
+        return
+    try:
+        memory = torch.empty(3 * 2**30 + 1, dtype=torch.bfloat16)  # 6 GB, of which four pages are touched
+    except RuntimeError:
+        return
+    for layout in ("interleaved", "half"):
+        table = a_table("shared", 1, 1, 1, 2, layout, (0, 0))
+        x = memory.as_strided((1, 1, 1, 4), (4, 4, 4, 2**30))
+        x.copy_(random(1, 1, 1, 4))
+        y = torch.empty(1, 1, 1, 4, dtype=torch.bfloat16)
+        triton_backend.turn_into(y, x, table)
+        close(y.float(), plain.turn(x.double(), table), 1e-2)
 
 
 if __name__ == "__main__":

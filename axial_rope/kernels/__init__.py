@@ -23,10 +23,12 @@ from torch import Tensor
 from axial_rope.kernels import eager, plain
 from axial_rope.kernels.autograd import CosSin, MemoryBackend, Turn, TurnPacked, turn_apart, turn_in_place
 from axial_rope.kernels.layouts import Table
+from axial_rope.kernels.watched import is_watched
 
 __all__ = ["Table", "cos_sin", "turn", "turn_packed", "use_rotation"]
 
 Override = Callable[[Tensor, Table], Tensor]
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 _override: Override | None = None
 
 
@@ -62,7 +64,7 @@ def use_rotation(function: Override) -> Iterator[None]:
 
 def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of angles, in memory that suits the backends."""
-    if _is_watched(angle):
+    if is_watched(angle):
         return angle.cos(), angle.sin()
     cos, sin = CosSin.apply(angle)
     return cos, sin
@@ -110,12 +112,24 @@ def turn_packed(qkv: Tensor, table: Table, heads: int, *, overwrite: bool = Fals
 def _whole(qkv: Tensor) -> Tensor | None:
     """The tensor whose memory `qkv` is, if it may be overwritten and is nothing but `qkv`.
 
-    The output of a linear layer is a view of that of a matrix product. To mark a view as changed makes autograd copy it.
+    The output of a linear layer is a view of that of a matrix product. To mark a view as changed makes autograd copy it; so
+    its base is taken, unless something else than the view looks at the gradient on its way there.
     """
     base = qkv if qkv._base is None else qkv._base
     same = base.numel() == qkv.numel() and base.dtype == qkv.dtype
-    free = not (base.is_leaf and base.requires_grad)
-    return base if same and free and base.is_contiguous() and qkv.is_contiguous() else None
+    free = not (base.is_leaf and base.requires_grad) and not (base.is_inference() and not torch.is_inference_mode_enabled())
+    whole = base.is_contiguous() and qkv.is_contiguous()
+    return base if same and free and whole and (base is qkv or _is_mere_view(qkv, base)) else None
+
+
+def _is_mere_view(x: Tensor, base: Tensor) -> bool:
+    """Whether the gradient of `x` goes to `base` through nothing but the view, with no hook on the way."""
+    if x._backward_hooks or base._backward_hooks:
+        return False
+    node = x.grad_fn
+    if node is None or node is base.grad_fn:
+        return True
+    return type(node).__name__ in VIEWS and [function for function, _ in node.next_functions] == [base.grad_fn]
 
 
 def _memory_backend(x: Tensor, table: Table) -> MemoryBackend:
@@ -136,17 +150,6 @@ def _triton_backend() -> Any:
 
 
 def _is_transformed(x: Tensor, table: Table) -> bool:
-    return _is_watched(x) or type(table.cos) not in (Tensor, torch.nn.Parameter)
-
-
-def _is_watched(x: Tensor) -> bool:
-    """Whether anything but eager autograd looks on: then memory isn't to be touched, and there may be none."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
-        or x.is_meta
-        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    parts = (table.cos, table.sin)
+    # A part of a lazily conjugated table isn't what its memory says; asked last, since compilers can't.
+    return is_watched(x) or any(type(part) not in (Tensor, torch.nn.Parameter) or part.is_neg() for part in parts)

@@ -23,6 +23,7 @@ from torch.autograd import Function
 
 from axial_rope.kernels import plain
 from axial_rope.kernels.layouts import Table
+from axial_rope.kernels.watched import is_watched
 
 __all__ = ["CosSin", "MemoryBackend", "Turn", "TurnPacked", "turn_apart", "turn_in_place"]
 
@@ -71,7 +72,7 @@ class Turn(Function):
         table, outputs = _kept(ctx)
         dx = None
         if ctx.needs_input_grad[0]:
-            if torch.is_grad_enabled():
+            if _in_the_open(gradient):
                 dx = plain.turn(gradient, table.inverse())
             else:
                 dx = torch.empty_like(gradient)
@@ -117,11 +118,16 @@ class TurnPacked(Function):
             gradients = tuple(b if g is None else g + b for g, b in zip(gradients, again, strict=True))
         dbase = None
         if ctx.needs_input_grad[0] and any(gradient is not None for gradient in gradients):
-            packed = _plain_gradient if torch.is_grad_enabled() else _packed_gradient
+            packed = _plain_gradient if _in_the_open(*gradients) else _packed_gradient
             dbase = packed(ctx, table, gradients).reshape(ctx.base_shape)
         pairs = [(y, g) for y, g in zip(outputs, gradients, strict=False) if g is not None]
         dcos, dsin = _table_gradient(ctx, table, pairs)
         return dbase, dcos, dsin, None, None, None, None
+
+
+def _in_the_open(*gradients: Tensor | None) -> bool:
+    """Whether a backward pass has to be plain arithmetic: it is differentiated itself, or its gradients are batches."""
+    return torch.is_grad_enabled() or any(gradient is not None and is_watched(gradient) for gradient in gradients)
 
 
 def turn_in_place(
@@ -219,12 +225,11 @@ def _table_gradient(ctx: Any, table: Table, pairs: list[tuple[Tensor, Tensor]]) 
     """The gradients of cos and sin from the outputs and their gradients; see the head of this file."""
     if not pairs or not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
         return None, None
-    differentiable = torch.is_grad_enabled()
     sums = []
     for y, gradient in pairs:
-        if differentiable:
+        if _in_the_open(gradient):
             wide = table.wide(y)
-            y, gradient = (table.turned(t)[..., : table.width].to(wide) for t in (y, gradient))
+            y, gradient = (table.members(t).to(wide) for t in (y, gradient))
             sums.append(plain.correlate(y, gradient, table))
         else:
             sums.append(ctx.backend.correlate(y, gradient, table))

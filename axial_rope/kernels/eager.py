@@ -117,7 +117,7 @@ def correlate(y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor
     `y` and its `gradient` are (..., N, head_dim); the sums run over what the table broadcasts over. The second is the
     gradient of the angle.
     """
-    y, gradient = table.turned(y)[..., : table.width], table.turned(gradient)[..., : table.width]
+    y, gradient = table.members(y), table.members(gradient)
     wide = table.wide(y)
     if y.device.type != "cpu" or table.layout != "interleaved":
         return plain.correlate(y.to(wide), gradient.to(wide), table)
@@ -167,7 +167,8 @@ def complex_table(cos: Tensor, sin: Tensor, wide: torch.dtype, inverse: bool = F
 def _by_turns(cos: Tensor, sin: Tensor) -> bool:
     """Whether the memory is cos, sin, cos, sin, ..., as in a complex table."""
     return bool(
-        sin.data_ptr() == cos.data_ptr() + cos.element_size()
+        not (cos.is_neg() or sin.is_neg())
+        and sin.data_ptr() == cos.data_ptr() + cos.element_size()
         and cos.stride() == sin.stride()
         and cos.stride(-1) == 2
         and cos.untyped_storage().data_ptr() == sin.untyped_storage().data_ptr()

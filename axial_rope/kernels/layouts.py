@@ -48,6 +48,11 @@ class Table(NamedTuple):
         """A view of the turned tokens of `x`, (..., prefix + N + suffix, head_dim)."""
         return x[..., self.prefix : x.shape[-2] - self.suffix, :]
 
+    def members(self, x: Tensor) -> Tensor:
+        """A view of all pairs of the turned tokens of `x`, (..., N, 2 P); `x` itself where that is all of it."""
+        turned = self.turned(x) if self.prefix or self.suffix else x
+        return turned if self.width == x.shape[-1] else turned[..., : self.width]
+
     def kept(self, x: Tensor) -> list[Tensor]:
         """Views of the tokens that are left as they are."""
         ends = (x[..., : self.prefix, :], x[..., x.shape[-2] - self.suffix :, :])
@@ -57,7 +62,7 @@ class Table(NamedTuple):
 def split_pairs(x: Tensor, layout: str, split: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The first and the second members of all pairs, each (..., P), from channels (..., 2 P)."""
     if layout == "interleaved":
-        a, b = torch.unflatten(x, -1, (-1, 2)).unbind(-1)
+        a, b = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)  # a view: splitting an axis always is one
         return a, b
     if layout == "half":
         a, b = x.chunk(2, dim=-1)
@@ -69,7 +74,7 @@ def split_pairs(x: Tensor, layout: str, split: Sequence[int]) -> tuple[Tensor, T
 def join_pairs(a: Tensor, b: Tensor, layout: str, split: Sequence[int]) -> Tensor:
     """The channels (..., 2 P) of the pairs whose members are `a` and `b`: the inverse of `split_pairs`."""
     if layout == "interleaved":
-        return torch.stack([a, b], dim=-1).flatten(-2)
+        return torch.stack([a, b], dim=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])
     if layout == "half":
         return torch.cat([a, b], dim=-1)
     blocks = zip(*(torch.split_with_sizes(part, list(split), dim=-1) for part in (a, b)), strict=True)

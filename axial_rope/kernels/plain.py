@@ -27,7 +27,8 @@ def turn_tokens(x: Tensor, table: Table) -> Tensor:
     """
     wide, width = table.wide(x), table.width
     cos, sin = table.cos.to(wide), table.sin.to(wide)
-    a, b = split_pairs(x[..., :width].to(wide), table.layout, table.split)
+    members = (x if width == x.shape[-1] else x[..., :width]).to(wide)
+    a, b = split_pairs(members, table.layout, table.split)
     turned = join_pairs((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), table.layout, table.split)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
 

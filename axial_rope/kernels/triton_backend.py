@@ -38,7 +38,7 @@ def _load(base, rows, p, FIRST: tl.constexpr, SECOND: tl.constexpr, P: tl.conste
           BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr, stride, mask, WIDE: tl.constexpr):  # fmt: skip
     """The members a and b of pairs, (BLOCK_N, BLOCK_P)."""
     if INTERLEAVED:
-        c = tl.arange(0, 2 * BLOCK_P)
+        c = tl.arange(0, 2 * BLOCK_P).to(tl.int64)
         x = tl.load(base + rows[:, None] + c[None, :] * stride, mask=mask[:, None] & (c < 2 * P)[None, :], other=0.0)
         a, b = tl.split(tl.reshape(x, (BLOCK_N, BLOCK_P, 2)))
     else:
@@ -68,7 +68,7 @@ def _turn_kernel(
     lead = tl.program_id(0).to(tl.int64)
     i0, i1, i2 = lead // (L1 * L2), (lead // L2) % L1, lead % L2
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    p = tl.arange(0, BLOCK_P)
+    p = tl.arange(0, BLOCK_P).to(tl.int64)
     inside = n < N
     turned = (n >= prefix) & (n < N - suffix)
     written = turned if SAME else inside
@@ -84,7 +84,7 @@ def _turn_kernel(
     new_a = tl.where(known, a * w - b * v, a).to(target.dtype.element_ty)
     new_b = tl.where(known, b * w + a * v, b).to(target.dtype.element_ty)
     if INTERLEAVED:
-        c = tl.arange(0, 2 * BLOCK_P)
+        c = tl.arange(0, 2 * BLOCK_P).to(tl.int64)
         both = tl.reshape(tl.join(new_a, new_b), (BLOCK_N, 2 * BLOCK_P))
         tl.store(y + (n * tn)[:, None] + c[None, :] * tc, both, mask=written[:, None] & (c < 2 * P)[None, :])
     else:
@@ -93,7 +93,7 @@ def _turn_kernel(
         tl.store(y + (n * tn)[:, None] + i[None, :] * tc, new_a, mask=kept)
         tl.store(y + (n * tn)[:, None] + j[None, :] * tc, new_b, mask=kept)
     if TAIL > 0 and not SAME:
-        c = tl.arange(0, BLOCK_TAIL)
+        c = tl.arange(0, BLOCK_TAIL).to(tl.int64)
         at = inside[:, None] & (c < TAIL)[None, :]
         tail = tl.load(x + (n * sn)[:, None] + (c + 2 * P)[None, :] * sc, mask=at)
         tl.store(y + (n * tn)[:, None] + (c + 2 * P)[None, :] * tc, tail, mask=at)
@@ -110,7 +110,7 @@ def _correlate_kernel(
     lead = tl.program_id(0).to(tl.int64)
     m0, m1, m2 = lead // (M1 * M2), (lead // M2) % M1, lead % M2
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    p = tl.arange(0, BLOCK_P)
+    p = tl.arange(0, BLOCK_P).to(tl.int64)
     inside = n < N
     real = tl.zeros((BLOCK_N, BLOCK_P), dtype=WIDE)
     imaginary = tl.zeros((BLOCK_N, BLOCK_P), dtype=WIDE)

@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from axial_rope.attention import RotaryAttention
+from axial_rope.attention import RotaryAttention, is_plain_linear
 from axial_rope.rotation import Rotation, rotate
 
 __all__ = ["MemoryAttentionLayer", "MemoryCrossAttention"]
@@ -102,7 +102,7 @@ class MemoryCrossAttention(RotaryAttention):
         channels of its one head. On the CPU, without gradients, that saves a quarter of the time; elsewhere PyTorch's fused
         attention is kept, which has no such narrow values.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not is_plain_linear(self.v_proj):
             return False
         plain = q.device.type == "cpu" and q.dtype == value.dtype == torch.float32 and not torch.is_grad_enabled()
         fits = self.heads == self.kv_heads and value.shape[-1] < self.head_dim and value.shape[1] > 0

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn import functional as F
 
+from axial_rope.attention import is_plain_linear
 from axial_rope.rotation import Rotation, rotate, rotate_packed
 from axial_rope.timm_vit.tracing import call_untraced
 
@@ -39,7 +40,7 @@ class RotaryTimmAttention(Attention):
     def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         qkv, options = self.qkv(x), {"prefix_tokens": self.prefix_tokens}
         if isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity):
-            overwrite = _is_unseen_output(self.qkv) and not isinstance(x, Proxy)
+            overwrite = is_plain_linear(self.qkv) and not isinstance(x, Proxy)
             packed: tuple[Tensor, Tensor, Tensor] = call_untraced(
                 rotate_packed, (qkv, rotation, self.num_heads), {"overwrite": overwrite, **options}
             )
@@ -62,20 +63,6 @@ class RotaryTimmAttention(Attention):
             scores = scores + attn_mask
         out: Tensor = self.attn_drop(scores.softmax(dim=-1)) @ v
         return out
-
-
-def _is_unseen_output(layer: nn.Module) -> bool:
-    """Whether the output of `layer` is a new tensor that nobody else can have: neither a hook nor a layer of another kind.
-
-    What PyTorch calls around forward() is known by these attributes alone.
-    """
-    hooks = (
-        layer._forward_hooks,
-        layer._backward_hooks,
-        nn.modules.module._global_forward_hooks,
-        nn.modules.module._global_backward_hooks,
-    )
-    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not any(hooks)
 
 
 class RotaryBlock(Block):
