@@ -302,8 +302,6 @@ def test_refusals():
         bank.add(0)
     with pytest.raises(ValueError, match=r"tokens must have shape \(objects, 2 \* 3 = 6, channels\): got \(1, 5, 4\)"):
         bank.write(torch.zeros(1, 5, 4), grid=(2, 3))
-    with pytest.raises(ValueError, match="grid must be given for all frames or for none: got None after"):
-        bank.write(torch.zeros(1, 5, 4))
     with pytest.raises(ValueError, match=r"objects must be 2 different names, one for each row: got \[1, 1\]"):
         bank.write(torch.zeros(2, 2, 4), grid=(1, 2), objects=[1, 1])
     with pytest.raises(ValueError, match=r"pointers must have shape \(1, channels\): got \(2, 4\)"):
@@ -329,11 +327,31 @@ def test_frames_unlike_those_before_are_refused():
         bank.write(torch.zeros(2, 6, 4).bfloat16(), grid=(2, 3))
     with pytest.raises(ValueError, match="tokens must have the 4 channels of those before: got 5"):
         bank.write(torch.zeros(2, 6, 5), grid=(2, 3))
-    with pytest.raises(ValueError, match=r"grid must be \(height, width\): got 6"):
+    with pytest.raises(ValueError, match=r"grid must be \(height, width\), at least 1 each: got 6"):
         bank.write(torch.zeros(2, 6, 4), grid=6)
+    with pytest.raises(ValueError, match=r"grid must be \(height, width\), at least 1 each: got \(-2, -3\)"):
+        bank.write(torch.zeros(2, 6, 4), grid=(-2, -3))
+    with pytest.raises(ValueError, match="count must be at least 1, the tokens that each stands for: got 0"):
+        bank.write(torch.zeros(2, 6, 4), grid=(2, 3), count=0)
+    with pytest.raises(TypeError, match="objects must be names, such as a list of numbers: got a Tensor"):
+        bank.write(torch.zeros(2, 6, 4), grid=(2, 3), objects=torch.tensor([3, 7]))
     with pytest.raises(ValueError, match="recent must be 2, as in the bank that was saved: got 3"):
         MemoryBank(recent=3).load_state_dict(bank.state_dict())
     assert bank.newest == 1
+
+
+def test_numbers_of_frames_may_be_tensors_and_scores_may_be_missing():
+    bank = MemoryBank(min_score=0.5)
+    for frame in (torch.tensor(1), np.int64(1), 1):
+        write(bank, frame, score=1.0)
+    assert bank.frames(0) == (1,) and type(bank.newest) is int
+    write(bank, 2, score=float("nan"))
+    assert bank.frames(0) == (1,)
+    write(bank, 1, score=0.1)  # written again, and not good enough
+    assert bank.frames(0) == ()
+    with pytest.raises(ValueError, match="pointers must have the 4 channels of those before: got 5"):
+        write(bank, 3, score=1.0)
+        bank.write(torch.zeros(1, 2, 4), grid=(1, 2), pointers=torch.zeros(1, 5))
 
 
 def test_pointers_may_outlive_the_tokens():
@@ -345,19 +363,6 @@ def test_pointers_may_outlive_the_tokens():
     assert (tuple(memory.tokens.shape), tuple(memory.pointers.shape)) == ((1, 0, 4), (1, 1, 8))
     attend = MemoryAttention(16, 4, depth=1, heads=2, mlp_dim=16).eval()
     assert attend(torch.zeros(1, 6, 16), memory, grid=(2, 3)).isfinite().all()
-
-
-def test_without_grids_stored_frames_have_the_readers():
-    attend, x = MemoryAttention(16, 4, depth=1, heads=2, mlp_dim=16).eval(), torch.randn(2, 6, 16)
-    tokens = torch.randn(2, 2, 6, 4)
-    with_grid, without = MemoryBank(), MemoryBank()
-    for frame in tokens:
-        with_grid.write(frame, grid=(2, 3))
-        without.write(frame)
-    assert without.read().positions is None
-    assert torch.equal(attend(x, without.read(), grid=(2, 3)), attend(x, with_grid.read(), grid=(2, 3)))
-    with pytest.raises(ValueError, match=r"whole frames of grid \(1, 5\) = 5 tokens, or have positions: got 12 tokens"):
-        attend(x[:, :5], without.read(), grid=(1, 5))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from axial_rope.embedding import RotaryEmbedding
-from axial_rope.frequencies import Axial, Family
-from axial_rope.memory.checks import check_grid
+from axial_rope.frequencies import Axial, Family, Mixed
+from axial_rope.memory.checks import check_grid, check_memory
 from axial_rope.memory.layer import MemoryAttentionLayer, Pooling
 from axial_rope.memory.tokens import Grid, Memory, sine_ages, sine_positions
 from axial_rope.positions import grid_positions
@@ -31,6 +31,8 @@ def default_family(head_dim: int, time: bool, base: float = 100.0) -> Axial:
     if not time:
         return Axial(head_dim, "yx", base)
     share = 3 * pairs // 8
+    if not share:
+        raise ValueError(f"head_dim must be at least 6 for time, rows and columns: got {head_dim}; or give a family")
     return Axial(head_dim, "tyx", base, (pairs - 2 * share, share, share))
 
 
@@ -118,7 +120,7 @@ class MemoryAttention(nn.Module):
             for _ in range(depth)
         )
         self.norm = nn.LayerNorm(dim)
-        self.rope = self._embedding(family, dim // heads if head_dim is None else head_dim)
+        self.rope = self._embedding(family, dim // heads if head_dim is None else head_dim, heads, depth)
         self.no_memory = nn.Parameter(nn.init.trunc_normal_(torch.empty(dim), std=0.02))
         self.age_embedding = (
             nn.Parameter(nn.init.trunc_normal_(torch.empty(age_slots, memory_dim), std=0.02)) if age_slots else None
@@ -126,7 +128,7 @@ class MemoryAttention(nn.Module):
         self.pointer_age = None if pointer_span is None else nn.Linear(dim, memory_dim)
 
     @staticmethod
-    def _embedding(family: Family | str | None, head_dim: int) -> RotaryEmbedding | None:
+    def _embedding(family: Family | str | None, head_dim: int, heads: int, depth: int) -> RotaryEmbedding | None:
         if family is None:
             return None
         if isinstance(family, str):
@@ -137,6 +139,11 @@ class MemoryAttention(nn.Module):
             raise ValueError(
                 f"family must have head_dim={head_dim} and 2 or 3 axes: got head_dim={family.head_dim} and "
                 f"{family.columns} axes"
+            )
+        if isinstance(family, Mixed) and (family.heads != heads or family.blocks not in (None, depth)):
+            raise ValueError(
+                f"family must have heads={heads} and blocks={depth} or none: got heads={family.heads} and "
+                f"blocks={family.blocks}"
             )
         return RotaryEmbedding(family)
 
@@ -212,8 +219,6 @@ class MemoryAttention(nn.Module):
 
     def _check(self, x: Tensor, memory: Memory | None, grid: Grid) -> None:
         check_grid(grid)
-        if memory is not None and not isinstance(memory, Memory):
-            raise TypeError(f"memory must be a Memory or None: got {type(memory).__name__}")
         cells = grid[0] * grid[1]
         if x.dim() != 3 or x.shape[1] != cells or x.shape[2] != self.dim:
             raise ValueError(
@@ -221,16 +226,7 @@ class MemoryAttention(nn.Module):
             )
         if memory is None:
             return
-        batch, _, channels = memory.tokens.shape
-        if batch != x.shape[0] or channels != self.memory_dim:
-            raise ValueError(
-                f"memory must have the batch {x.shape[0]} of x and memory_dim={self.memory_dim}: got batch {batch} and "
-                f"{channels} channels"
-            )
-        if memory.pointers is not None and memory.pointers.shape[2] % self.memory_dim:
-            raise ValueError(
-                f"pointers must have a multiple of memory_dim={self.memory_dim} channels: got {memory.pointers.shape[2]}"
-            )
+        check_memory(memory, x.shape[0], self.memory_dim)
         if memory.tokens.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"memory must have the dtype {x.dtype} of x: got {memory.tokens.dtype}")
         if self.rotary_time and memory.ages is None and memory.tokens.shape[1]:
@@ -283,7 +279,7 @@ class MemoryAttention(nn.Module):
         if pointers is None:
             raise ValueError("memory must have pointers: got none")
         parts = pointers.shape[2] // self.memory_dim
-        tokens = pointers.reshape(pointers.shape[0], -1, self.memory_dim)
+        tokens = pointers.reshape(pointers.shape[0], pointers.shape[1] * parts, self.memory_dim)
         if memory.key_position is not None and memory.key_position.shape[-2] > length:
             return tokens, memory.key_position[..., length:, :]
         if self.pointer_age is None or self.pointer_span is None:

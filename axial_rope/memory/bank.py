@@ -7,6 +7,7 @@ Plain Python and tensors: it knows no model, no length of the video and no decod
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ class MemoryBank:
         self,
         tokens: Tensor,
         *,
-        grid: Grid | None = None,
+        grid: Grid,
         frame: int | None = None,
         time: float | None = None,
         objects: Sequence[Hashable] | None = None,
@@ -181,7 +182,7 @@ class MemoryBank:
         tokens
             (B, h * w, C): B objects or samples.
         grid
-            (h, w) of the stored tokens, which may be coarser than the frames'; None if it is always the reader's.
+            (h, w) of the stored tokens, which may be coarser than the frames'.
         frame
             Number of the frame; by default the one after the newest.
         time
@@ -200,27 +201,30 @@ class MemoryBank:
         Raises
         ------
         ValueError
-            If tokens, grid, objects, pointers and scores don't fit together, or time or grid is given in some calls only, or
+            If tokens, grid, objects, pointers and scores don't fit together, or time is given in some calls only, or
             the tokens have other channels than those before.
         TypeError
-            If the tokens have another dtype than those before.
+            If the tokens have another dtype than those before, or `objects` are a tensor.
         """
-        check_tokens(tokens, grid, pointers, self._like)
+        check_tokens(tokens, grid, count, pointers, self._like, self._pointer())
         objects = check_objects(objects, tokens.shape[0], self.objects)
         scores = scores_of(score, len(objects))
-        self._check_given(grid, time)
-        frame = (0 if self._newest is None else self._newest + 1) if frame is None else frame
+        if self._newest is not None and self._timed != (time is not None):
+            raise ValueError(f"time must be given for all frames or for none: got {time}")
+        self._timed = time is not None
+        frame = (0 if self._newest is None else self._newest + 1) if frame is None else index(frame)
         self._newest = frame if self._newest is None else max(frame, self._newest)
         self._like = tokens.new_empty(0, tokens.shape[2])
         rows = [None] * len(objects) if pointers is None else pointers.unbind(0)
         for object, row, pointer, value in zip(objects, tokens.unbind(0), rows, scores, strict=True):
             track = self._records.setdefault(object, {})
-            if not conditioning and self.min_score is not None and value < self.min_score:
+            if not conditioning and self.min_score is not None and not value >= self.min_score:
+                track.pop(frame, None)  # of a frame that is written again
                 continue
             track[frame] = Record(
                 self._store(row),
                 None if pointer is None else pointer.clone(),
-                None if grid is None else (grid[0], grid[1]),
+                (grid[0], grid[1]),
                 count,
                 float(frame) if time is None else float(time),
                 conditioning,
@@ -229,14 +233,10 @@ class MemoryBank:
             for track in self._records.values():
                 self._evict(track)
 
-    def _check_given(self, grid: Grid | None, time: float | None) -> None:
-        """Raise unless grids and times are given for all frames, or for none."""
-        known = [record for track in self._records.values() for record in track.values()]
-        if known and (known[0].grid is None) != (grid is None):
-            raise ValueError(f"grid must be given for all frames or for none: got {grid} after {known[0].grid}")
-        if self._newest is not None and self._timed != (time is not None):
-            raise ValueError(f"time must be given for all frames or for none: got {time}")
-        self._timed = time is not None
+    def _pointer(self) -> Tensor | None:
+        """One of the stored pointers."""
+        records = (record for track in self._records.values() for record in track.values())
+        return next((record.pointer for record in records if record.pointer is not None), None)
 
     def _store(self, tokens: Tensor) -> Tensor:
         dtype = tokens.dtype if self.dtype is None else self.dtype

@@ -22,7 +22,7 @@ class Record:
 
     tokens: Tensor | None  # (n, C)
     pointer: Tensor | None  # (D,)
-    grid: Grid | None
+    grid: Grid
     count: float
     time: float
     conditioning: bool
@@ -102,9 +102,8 @@ def describe(sample: Sample, grid: Grid | None, device: torch.device) -> tuple[T
     places = {
         own: regrid(grid_positions(*own, device=device), own, grid or own)
         for own in {record.grid for record in sample.records}
-        if own is not None
     }
-    spots = [places[record.grid] for record in sample.records if record.grid is not None]
+    spots = [places[record.grid] for record in sample.records]
     return (
         torch.cat(spots) if spots else torch.zeros(0, 2, device=device),
         spread(sample.ages, torch.float32),
