@@ -182,7 +182,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:This DataLoader will create")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tree, tmp_path, monkeypatch, recipe):
     """N4, N6: weights, averaged weights, optimizer, scaler, learning rate and metrics."""
@@ -235,6 +235,34 @@ def test_resuming_a_finished_run_only_evaluates(tree, tmp_path, capsys):
     assert "continues after epoch 2, changed: eval_sizes None -> [32]\n" in capsys.readouterr().out
     assert_same(load(tmp_path / "last.pt"), before, "last")
     assert list(summary_of(tmp_path)["top1"]["raw"]) == ["32"]
+
+
+def test_a_run_killed_between_two_files_keeps_its_best_weights(tree, tmp_path, monkeypatch):
+    def killed(*rest):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.training.save_checkpoint", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main(small(tree, tmp_path))
+    assert (tmp_path / "best.safetensors").exists() and not (tmp_path / "last.pt").exists()
+    assert main(small(tree, tmp_path, "--resume", "auto")) == 0
+    assert set(FILES) <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_run_that_goes_on_in_another_folder_takes_its_best_weights_along(tree, tmp_path):
+    assert main(small(tree, tmp_path / "one")) == 0
+    last = str(tmp_path / "one" / "last.pt")
+    assert main(small(tree, tmp_path / "two", "--resume", last, "--weight-decay", "0.5")) == 0
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == FILES
+    assert (tmp_path / "two/best.safetensors").read_bytes() == (tmp_path / "one/best.safetensors").read_bytes()
+
+
+def test_a_changed_setting_takes_effect_in_a_resumed_run(tree, tmp_path):
+    assert main(small(tree, tmp_path)) == 0
+    assert main(small(tree, tmp_path, "--resume", "auto", "--epochs", "3", "--weight-decay", "0.5")) == 0
+    groups = load(tmp_path / "last.pt")["trainer"]["optimizer"]["param_groups"]
+    assert sorted({group["weight_decay"] for group in groups}) == [0.0, 0.5]
 
 
 def test_an_earlier_run_is_not_written_over(tree, tmp_path, capsys):

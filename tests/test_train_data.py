@@ -123,6 +123,20 @@ def test_evaluation_sees_every_image_once_in_order():
     torch.testing.assert_close(pixels[0, 0], (exact - 0.3053) / 0.3761, rtol=1e-5, atol=1e-5)
 
 
+def test_sixteen_bits_keep_their_shades(tmp_path):
+    Image.fromarray(np.linspace(0, 65535, 100).astype("uint16")[None].repeat(4, 0)).save(tmp_path / "deep.png")
+    for mode in ("L", "RGB"):
+        shades = np.asarray(read_image(tmp_path / "deep.png", mode)).reshape(4, 100, -1)[..., 0]
+        assert np.abs(shades - np.linspace(0, 255, 100)).max() <= 1
+
+
+def test_links_in_a_circle_count_once(tmp_path):
+    image_tree(tmp_path)
+    few = len(scan(str(tmp_path), None).train)
+    (tmp_path / "train" / "cat" / "self").symlink_to(tmp_path / "train" / "cat", target_is_directory=True)
+    assert len(scan(str(tmp_path), None).train) == few
+
+
 def test_images_that_are_not_square_fill_the_size(tmp_path):
     images = scan(str(image_tree(tmp_path)), None)
     pixels, labels = next(iter(eval_loader(images, 32, settings(crop_pct=0.875, batch_size=12), CPU)))

@@ -144,6 +144,7 @@ def test_wrong_words(refused, words, sentence):
         ("rope: spiral\n", "argument --rope: invalid choice: 'spiral'"),
         ("lr: fast\n", "argument --lr: must be a number above 0: got 'fast'"),
         ("model_ema: 3\n", "config must give model_ema as true or false: got 3 in FILE"),
+        ("lr: null\n", "config must give lr a value: got null in FILE"),
         ("- lr\n", "config must hold 'flag: value' lines: FILE holds a list"),
         ("lr: [\n", "config must be a readable YAML file: FILE is not (while parsing"),
     ],
@@ -160,6 +161,32 @@ def test_output_that_is_a_file(refused, tmp_path):
     assert (
         refused(["--output", str(tmp_path / "taken" / "run")]) == f"output must be a folder: {tmp_path / 'taken'} is a file"
     )
+
+
+def test_output_that_cannot_be_written(refused, tmp_path, monkeypatch):
+    (tmp_path / "out" / "last.pt").mkdir(parents=True)
+    given = refused(["--output", str(tmp_path / "out")])
+    assert given == f"output must not hold folders of the names of results: {tmp_path / 'out'} has last.pt"
+
+    def full(dir):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    given = refused(["--output", str(tmp_path / "deep" / "er")])
+    assert given == f"output must be a folder that can be written: {tmp_path} can't (Read-only file system)"
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("device", ["meta", "nowhere"])
+def test_device_that_holds_no_numbers(refused, device):
+    assert refused(["--device", device]).startswith(f"device must be usable: got {device} (")
+
+
+def test_none_switches_off(tmp_path):
+    (tmp_path / "run.yaml").write_text("aa: null\nclip_grad: null\n")
+    for words in (["--config", str(tmp_path / "run.yaml")], ["--aa", "none", "--clip-grad", "none"]):
+        args = parse(["--data", "folder", *words])
+        assert (args.aa, args.clip_grad) == (None, None)
 
 
 def test_missing_package(refused, monkeypatch):
@@ -197,12 +224,23 @@ def test_checkpoint_of_other_classes(checkpoint, tmp_path_factory, refused):
     assert given == f"resume must have the 3 classes of the data: {checkpoint} has 3, among them cat"
 
 
+def test_fewer_epochs_than_are_done(tree, tmp_path, refused, capsys):
+    assert main(small(tree, tmp_path)) == 0
+    capsys.readouterr()
+    given = refused(without_output(small(tree, "unused", "--resume", str(tmp_path / "last.pt"), "--epochs", "1")))
+    assert given == f"epochs must be at least the 2 that {tmp_path / 'last.pt'} has behind it: got 1"
+
+
 def test_files_that_are_no_checkpoint(tree, checkpoint, tmp_path_factory, refused):
     folder = tmp_path_factory.mktemp("files")
     torch.save({"state_dict": {}}, folder / "foreign.pt")
     (folder / "cut.pt").write_bytes(checkpoint.read_bytes()[:5000])
     (folder / "text.pt").write_text("weights")
-    for name in ("foreign.pt", "cut.pt", "text.pt"):
+    state = torch.load(checkpoint, weights_only=True)
+    torch.save({key: value for key, value in state.items() if key != "epoch"}, folder / "no_epoch.pt")
+    torch.save(state | {"args": "none"}, folder / "no_args.pt")
+    torch.save(state | {"args": {"model": "N/8"}}, folder / "few_args.pt")
+    for name in ("foreign.pt", "cut.pt", "text.pt", "no_epoch.pt", "no_args.pt", "few_args.pt"):
         given = refused(without_output(small(tree, "unused", "--resume", str(folder / name))))
         assert given == f"resume must be a last.pt of this program: {folder / name} can't be read as one"
 

@@ -29,6 +29,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "workers": (0, 4),
     "threads": (1, None),
 }
+NONE = ("aa", "clip_grad")  # may be switched off by the word none
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,7 +47,7 @@ def number(kind: type, low: float, high: float = float("inf"), *, above: bool = 
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not (low <= value <= high) or (above and value == low):
+        if value is None or not (low <= value <= high) or value == float("inf") or (above and value == low):
             rule = f"{'above' if above else 'at least'} {low}" + (f" and at most {high}" if high < float("inf") else "")
             name = "whole number" if kind is int else "number"
             raise argparse.ArgumentTypeError(f"must be a {name} {rule}: got {text!r}")
@@ -82,7 +83,11 @@ def make_parser() -> Parser:
     add("--lr", type=positive)
     add("--weight-decay", type=number(float, 0), default=0.05)
     add("--layer-decay", type=number(float, 0, 1, above=True))
-    add("--clip-grad", type=positive, help="largest norm of the gradient")
+    add(
+        "--clip-grad",
+        type=lambda text: text if text == "none" else positive(text),
+        help="largest norm of the gradient, or none",
+    )
     add("--sched", choices=("cosine", "tanh", "step", "poly", "wsd", "rsqrt", "constant"), default="cosine")
     add("--warmup-epochs", type=number(float, 0))
     add("--min-lr", type=number(float, 0), default=0.0)
@@ -135,15 +140,17 @@ def config_flags(parser: Parser, path: str) -> list[str]:
         parser.error(f"config must hold known flags only: {path} also has {', '.join(unknown)}")
     words: list[str] = []
     for key, value in entries.items():
-        flag = "--" + str(key).replace("_", "-")
-        if isinstance(options[str(key).replace("-", "_")], argparse.BooleanOptionalAction):
+        name, flag = str(key).replace("-", "_"), "--" + str(key).replace("_", "-")
+        if isinstance(options[name], argparse.BooleanOptionalAction):
             if not isinstance(value, bool):
                 parser.error(f"config must give {key} as true or false: got {value!r} in {path}")
             words.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, list):
             words += [flag, *map(str, value)]
-        elif value is not None:
-            words.append(f"{flag}={value}")
+        elif value is not None or name in NONE:
+            words.append(f"{flag}={'none' if value is None else value}")
+        elif options[name].default is not None or name in DEFAULTS:
+            parser.error(f"config must give {key} a value: got null in {path}")
     return words
 
 
@@ -164,6 +171,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, defaults in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, defaults[args.data is not None])
-    if args.aa in ("none", ""):
-        args.aa = None
+    for name in NONE:
+        if getattr(args, name) in ("none", ""):
+            setattr(args, name, None)
     return args

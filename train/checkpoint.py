@@ -13,6 +13,7 @@ import torch
 
 from train.errors import Refusal
 
+FILES = ("last.pt", "best.safetensors", "metrics.csv", "summary.json", "resolution.png", "training.png")
 # What a checkpoint has to share with the run that continues it.
 IDENTITY = ("model", "rope", "img_size", "class_token", "opt", "layer_decay", "model_ema")
 
@@ -66,9 +67,14 @@ def load_checkpoint(path: str, args: Any, classes: tuple[str, ...]) -> dict[str,
         raise Refusal(f"resume must be a checkpoint file: got {path}, which isn't there")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        settings, known = state["args"], tuple(state["classes"])
+        settings, known = {key: state["args"][key] for key in IDENTITY}, tuple(state["classes"])
+        done = len(state["history"])
+        if state["epoch"] != done:
+            raise ValueError(f"epoch must be that of the history: got {state['epoch']} and {done}")
     except Exception as error:  # torch raises many kinds for a file that is not its own
         raise Refusal(f"resume must be a last.pt of this program: {path} can't be read as one") from error
+    if done > args.epochs:
+        raise Refusal(f"epochs must be at least the {done} that {path} has behind it: got {args.epochs}")
     for key in IDENTITY:
         if settings[key] != getattr(args, key):
             flag = key.replace("_", "-")

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from timm.data import FastCollateMixup, create_loader, is_img_extension
@@ -65,6 +66,8 @@ def read_image(path: str | Path, mode: str = "RGB") -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # odd EXIF data, palettes with transparency
             with Image.open(path) as image:
+                if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
+                    return Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype("uint8")).convert(mode)
                 return image.convert(mode)
     except Exception as error:  # each of Pillow's decoders has its own
         raise Stopped(f"image must be readable: {path} is not, leave out --no-verify to skip such files") from error
@@ -85,10 +88,14 @@ def digits() -> Images:
 
 def image_files(folder: Path) -> list[Path]:
     """Image files anywhere below a folder, by their extension (timm's list), sorted by path."""
-    walk = os.walk(folder, followlinks=True)
-    return sorted(
-        Path(parent, name) for parent, _, names in walk for name in names if is_img_extension(Path(name).suffix.lower())
-    )
+    found, seen = [], set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(parent) in seen:  # a link back to where the walk has been
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(parent))
+        found += [Path(parent, name) for name in names if is_img_extension(Path(name).suffix.lower())]
+    return sorted(found)
 
 
 def is_broken(path: Path) -> bool:

@@ -21,6 +21,8 @@ from train.errors import Stopped
 
 Batch = tuple[Tensor, Tensor]
 
+RECIPE = ("weight_decay", "betas", "eps", "momentum")  # what an optimizer's state holds of the settings
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -123,7 +125,10 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        recipe = [{key: group[key] for key in RECIPE if key in group} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(self.optimizer.param_groups, recipe, strict=True):
+            group.update(own)  # these are the run's, which may have changed; the learning rate follows from the schedule
         if state["scaler"]:  # empty unless the checkpoint is of a float16 run
             self.scaler.load_state_dict(state["scaler"])
         self.updates, self.skipped = state["updates"], state["skipped"]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from models.rope_vit import patch_size
+from train.checkpoint import FILES
 from train.data import Images, image_files
 from train.errors import Refusal
 
@@ -42,6 +46,23 @@ def check_settings(args: Any) -> None:
     for path in (Path(args.output), *Path(args.output).parents):
         if path.exists() and not path.is_dir():
             raise Refusal(f"output must be a folder: {path} is a file")
+    existing = next(path for path in (Path(args.output), *Path(args.output).absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=existing):
+            pass
+    except OSError as error:
+        raise Refusal(f"output must be a folder that can be written: {existing} can't ({error.strerror})") from error
+    taken = [name for name in FILES if (Path(args.output) / name).is_dir()]
+    if taken:
+        raise Refusal(f"output must not hold folders of the names of results: {args.output} has {taken[0]}")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that isn't there, or that holds no numbers."""
+    try:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise Refusal(f"device must be usable: got {device} ({str(error).splitlines()[0]})") from error
 
 
 def scan(data: str, subset: list[str] | None) -> Images:
@@ -94,7 +115,11 @@ def read_subset(root: Path, subset: list[str], known: set[str]) -> set[str]:
         if file is None:
             names.add(word)
             continue
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refusal(f"subset must name a text file or classes: {file} can't be read as text") from error
+        lines = [line.strip() for line in text.splitlines()]
         lines = [line for line in lines if line and not line.startswith("#")]
         names |= {line if line in known else line.replace(",", " ").split()[0] for line in lines}
     missing = sorted(names - known)

@@ -14,7 +14,7 @@ from train.arguments import parse
 from train.checkpoint import load_checkpoint
 from train.data import Images, digits, without_broken
 from train.errors import Refusal, Stopped
-from train.preflight import check_batches, check_classes, check_settings, scan, short
+from train.preflight import check_batches, check_classes, check_device, check_settings, scan, short
 from train.training import Training
 
 
@@ -57,10 +57,7 @@ def choose_device(args: Any) -> torch.device:
     """Device of this process, which joins the others under torchrun."""
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        raise Refusal(f"device must be usable: got {args.device} ({str(error).splitlines()[0]})") from error
+    check_device(args.device)
     return init_distributed_device(args)
 
 

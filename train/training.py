@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +15,11 @@ from timm.utils import unwrap_model
 from models.rope_vit import patch_size
 from train import report
 from train.assemble import make_batches, make_model, make_task, make_trainer, refusing, updates_in
-from train.checkpoint import save_checkpoint, save_weights, set_aside
+from train.checkpoint import FILES, save_checkpoint, save_weights, set_aside
 from train.data import Images, eval_loader
 from train.engine import Trainer, seed_epoch
 from train.evaluate import default_sizes, evaluate, sweep
 from train.preflight import fingerprint
-
-FILES = ("last.pt", "best.safetensors", "metrics.csv", "summary.json", "resolution.png", "training.png")
 
 
 @dataclass
@@ -91,9 +90,8 @@ class Training:
         from tqdm import tqdm
 
         args, trainer = self.args, self.trainer
-        continues = args.resume and Path(args.resume).resolve().parent == self.output.resolve()
-        if self.primary and not continues:
-            set_aside(self.output, FILES)
+        if self.primary:
+            self.prepare_output()
         total = args.epochs * updates_in(self.batches, args.grad_accum_steps)
         started = time.perf_counter() - self.seconds
         with tqdm(total=total, initial=trainer.updates, desc="train", unit="step", disable=not self.primary) as bar:
@@ -103,6 +101,19 @@ class Training:
                 self.record(epoch, loss, metrics)
                 shown = {name: f"{metrics[name]:.1f}" for name in ("top1",) if name in metrics}
                 bar.set_postfix({"epoch": epoch, "loss": f"{loss:.3f}", **shown})
+
+    def prepare_output(self) -> None:
+        """Move an earlier run's files aside, and bring those of a run that goes on here from another folder."""
+        source = Path(self.args.resume).resolve().parent if self.args.resume else None
+        if source == self.output.resolve():
+            return
+        set_aside(self.output, FILES)
+        if source is None:
+            return
+        self.output.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.args.resume, self.output / "last.pt")
+        if (source / "best.safetensors").is_file():
+            shutil.copyfile(source / "best.safetensors", self.output / "best.safetensors")
 
     def epoch(self, epoch: int, on_update: Callable[[float], None]) -> tuple[float, dict[str, float]]:
         """Train for one epoch; its mean loss, and the metrics if it is one to evaluate after."""
@@ -118,7 +129,8 @@ class Training:
     def record(self, epoch: int, loss: float, metrics: dict[str, float]) -> None:
         """Add the epoch to the history and write what is known by now."""
         trainer = self.trainer
-        best = max((row["top1"] for row in self.history if row["top1"] is not None), default=-1.0)
+        kept = self.output / "best.safetensors"
+        best = max((row["top1"] for row in self.history if row["top1"] is not None and kept.exists()), default=-1.0)
         self.history.append(
             {
                 "epoch": epoch,
@@ -135,12 +147,13 @@ class Training:
         if not self.primary:
             return
         self.output.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(self.output / "last.pt", self.state_dict())
-        report.write_metrics(self.output / "metrics.csv", self.history)
         if metrics and metrics["top1"] > best:
             model = unwrap_model(trainer.task.get_eval_model(ema=trainer.task.has_ema()))
             about = self.about() | {"epoch": epoch, "top1": metrics["top1"]}
-            save_weights(self.output / "best.safetensors", model.state_dict(), about)
+            save_weights(kept, model.state_dict(), about)
+        # Last, so that a run that is killed in between repeats the epoch.
+        report.write_metrics(self.output / "metrics.csv", self.history)
+        save_checkpoint(self.output / "last.pt", self.state_dict())
 
     def about(self) -> dict[str, Any]:
         """What has to be known to use the weights: arguments of rope_vit, pixels, classes in the order of the head."""
@@ -180,7 +193,8 @@ class Training:
     def summary(self, top1: report.Top1) -> dict[str, Any]:
         """Everything that identifies the run and its result. `top1` is that of the last weights, chosen by nothing."""
         args, images, trainer = self.args, self.images, self.trainer
-        best = max((row for row in self.history if row["top1"] is not None), key=lambda row: row["top1"])
+        measured = [row for row in self.history if row["top1"] is not None]
+        best = max(measured, key=lambda row: row["top1"], default=None)
         return {
             "data": images.name,
             "model": args.model,
@@ -197,7 +211,7 @@ class Training:
             "skipped_images": list(images.skipped),
             "classes": list(images.classes),
             "classes_sha256": fingerprint(images.classes),
-            "best": {"epoch": best["epoch"], "top1": best["top1"]},
+            "best": best and {"epoch": best["epoch"], "top1": best["top1"]},
             "top1": top1,
         }
 
