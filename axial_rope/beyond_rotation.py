@@ -214,7 +214,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, key_ro
     Returns
     -------
     Tensor
-        (B, H, N, C); time and memory grow with N + M.
+        (B, H, N, C), in the dtype of `v` after float32 arithmetic; time and memory grow with N + M.
 
     Examples
     --------
@@ -224,9 +224,11 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, key_ro
     >>> linear_attention(q, k, v, rotation).shape
     torch.Size([1, 2, 35, 8])
     """
+    dtype = v.dtype
+    q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))  # sums over all keys leave float16
     q, k = F.elu(q) + 1, F.elu(k) + 1
     turned_q = rotate(q, rotation)
     turned_k = rotate(k, rotation if key_rotation is None else key_rotation)
     numerator = turned_q @ (rearrange(turned_k, "b h m d -> b h d m") @ v)  # (B, H, N, C)
     denominator = q @ reduce(k, "b h m d -> b h d 1", "sum")  # (B, H, N, 1)
-    return numerator / denominator
+    return (numerator / denominator).to(dtype)

@@ -21,7 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 # Tables that other code keeps in its checkpoints. They follow from the grid, so they are dropped on load, with a message.
 LEGACY_TABLE = re.compile(
-    r"(freqs_(cis|cos|sin)(_\d+)?|freqs_t_[xy]|rope_t_[xy]|inv_freq|(cos|sin)_cached|rope\.(pos_embed(_cos|_sin)?|bands))$"
+    r"(^|\.)(freqs_(cis|cos|sin)(_\d+)?|freqs_t_[xy]|rope_t_[xy]|inv_freq|(cos|sin)_cached|rope\.(pos_embed(_cos|_sin)?|bands))$"
 )
 
 
@@ -112,7 +112,7 @@ class RotaryEmbedding(nn.Module):
         if scale != 1.0:
             factor = torch.tensor(scale, dtype=cos.dtype, device=cos.device) if isinstance(scale, tuple) else scale
             cos, sin = cos * factor, sin * factor
-        return Rotation(cos, sin, family.head_dim, family.layout, family.split)
+        return Rotation(cos, sin, family.head_dim, family.layout, family.split, getattr(family, "blocks", None))
 
     def per_block(self, positions: Tensor, blocks: int) -> list[Rotation]:
         """One rotation for each of `blocks` blocks: its own for a family with blocks, else the same for all.
@@ -130,7 +130,7 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"family must have frequencies for {blocks} blocks: got blocks={own}")
         # One backward step for all blocks, where a selection of each would add up gradients of the size of them all.
         tables = zip(rotation.cos.unbind(0), rotation.sin.unbind(0), strict=True)
-        return [replace(rotation, cos=cos, sin=sin) for cos, sin in tables][:blocks]
+        return [replace(rotation, cos=cos, sin=sin, blocks=None) for cos, sin in tables][:blocks]
 
     def extra_repr(self) -> str:
         return repr(self.family)

@@ -185,7 +185,8 @@ def yarn(
     original_length
         Extent of the positions in training; one number, or one per column.
     beta_fast, beta_slow
-        Turns over the original length that bound the ramp.
+        Turns over the original length that bound the ramp. As in the references, nothing is slowed over lengths below 2 pi
+        units, on which not even the first pair makes a turn: interpolate there.
     truncate
         Whether the ends of the ramp are rounded outwards to whole pairs.
     attention_factor

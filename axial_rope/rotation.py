@@ -109,6 +109,8 @@ class Rotation:
         Which channels are pairs, see `axial_rope.rotation`.
     split
         Pairs of each axis in the order in which they stand in the head (only "half_per_axis" depends on it).
+    blocks
+        Number of blocks whose tables stand in front, or None; `block` gives the rotation of one, which can rotate.
 
     Raises
     ------
@@ -121,6 +123,7 @@ class Rotation:
     head_dim: int
     layout: str = "interleaved"
     split: tuple[int, ...] = ()
+    blocks: int | None = None
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
@@ -150,7 +153,7 @@ class Rotation:
 
     def block(self, index: int) -> Rotation:
         """The rotation of one block, from a table with blocks in front."""
-        return replace(self, cos=self.cos[index], sin=self.sin[index])
+        return replace(self, cos=self.cos[index], sin=self.sin[index], blocks=None)
 
     def slice(self, start: int, stop: int) -> Rotation:
         """The rotation of the tokens start .. stop - 1, for a sequence that is cut over devices or in time."""
@@ -266,6 +269,8 @@ def _check_fit(
     """Raise unless `x` is a real floating tensor and `rotation` fits the samples, heads and tokens ``size = (..., N)``."""
     if not x.is_floating_point():
         raise TypeError(f"{name} must be a real floating tensor: got {x.dtype}")
+    if rotation.blocks is not None:
+        raise ValueError(f"rotation must be that of one block: got those of {rotation.blocks}, take rotation.block(index)")
     if prefix_tokens < 0 or suffix_tokens < 0:
         raise ValueError(f"prefix_tokens and suffix_tokens must not be negative: got {prefix_tokens} and {suffix_tokens}")
     tokens = size[-1] - prefix_tokens - suffix_tokens

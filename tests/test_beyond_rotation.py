@@ -85,3 +85,12 @@ def test_linear_attention_rotates_the_numerator_alone():
     torch.testing.assert_close(linear_attention(q, k, v, shifted), expected, rtol=1e-4, atol=1e-5)
     none = linear_attention(q, k, torch.ones_like(v), RotaryEmbedding(Axial(8, 1))(torch.zeros(5, 1)))
     torch.testing.assert_close(none, torch.ones_like(v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_linear_attention_over_many_keys_in_low_precision(dtype):
+    rotation = RotaryEmbedding(Axial(64))(grid_positions(32, 32))
+    q, k, v = torch.randn(3, 1, 2, 1024, 64).to(dtype)
+    out = linear_attention(q, k, v, rotation)
+    assert out.dtype == dtype
+    assert torch.equal(out, linear_attention(q.float(), k.float(), v.float(), rotation).to(dtype)) and out.abs().max() > 0.01

@@ -192,8 +192,9 @@ def test_legacy_tables_are_dropped_with_a_message():
         rope.load_state_dict(
             {"freqs_cos": torch.zeros(256, 64), "freqs_sin_1600": torch.zeros(9, 2), "inv_freq": torch.ones(2)}
         )
-    with pytest.raises(RuntimeError, match='Unexpected key\\(s\\) in state_dict: "freqs"'):
-        rope.load_state_dict({"freqs": torch.zeros(4)})
+    for key in ("freqs", "my_inv_freq"):
+        with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{key}"'):
+            rope.load_state_dict({key: torch.zeros(4)})
 
 
 def test_periods_of_a_checkpoint_are_not_lost():

@@ -114,6 +114,20 @@ def test_mixed_without_random_directions_is_axial():
     assert torch.allclose(table, expected[:, None].expand(2, 2, 4), atol=1e-6)
 
 
+@pytest.mark.parametrize("axes", [2, 3])
+def test_directions_follow_no_default(axes):
+    """Pitfalls A11, J10."""
+    family = Mixed(24, heads=2, axes=axes, random_directions=False)
+    exact = family.frequencies()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(family.frequencies(), exact) and exact.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert torch.equal(family.frequencies(), exact)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

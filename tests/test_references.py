@@ -46,7 +46,11 @@ def check_rotation_file(golden, reader):
         assert family.scale == pytest.approx(golden.array("u_scale").item())
 
     q = golden.array("q")
-    turned = rotate(q, rotation, prefix_tokens=said.prefix, suffix_tokens=said.suffix)
+    ends = {"prefix_tokens": said.prefix, "suffix_tokens": said.suffix}
+    if rotation.blocks is None:
+        turned = rotate(q, rotation, **ends)
+    else:
+        turned = torch.stack([rotate(part, rotation.block(index), **ends) for index, part in enumerate(q)])
     close(turned, golden.array("q_rot"), within(q, largest))
     if said.keys is not None:
         positions, suffix = said.keys

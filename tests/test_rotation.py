@@ -215,6 +215,12 @@ def test_messages_about_heads_samples_and_dtypes():
     per_sample = RotaryEmbedding(Axial(8))(torch.zeros(3, 4, 2))
     with pytest.raises(ValueError, match=r"samples and heads of the rotation, \(3, 1\): got \(3,\) from \(3, 4, 8\)"):
         rotate(torch.zeros(3, 4, 8), per_sample)
+    per_block = RotaryEmbedding(Mixed(8, heads=2, blocks=3))(grid_positions(2, 2))
+    with pytest.raises(ValueError, match="rotation must be that of one block: got those of 3"):
+        rotate(torch.zeros(3, 2, 4, 8), per_block)
+    assert torch.equal(
+        rotate(torch.ones(3, 2, 4, 8), per_block.block(1))[0], rotate(torch.ones(2, 4, 8), per_block.block(1))
+    )
     with pytest.raises(TypeError, match="x must be a tensor: got list"):
         rotate([1.0, 0.0], per_head)
     with pytest.raises(TypeError, match="positional argument"):

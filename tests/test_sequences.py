@@ -187,6 +187,25 @@ def test_left_padding_moves_nothing():
     torch.testing.assert_close(out[:, 3:], attend(x, rotation=rope(alone)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype_changes_no_position_of_a_sequence(dtype):
+    """Pitfall A11."""
+    makers = [
+        lambda: multimodal_positions([Text(2), Image(2, 3)], left_padding=2)[0],
+        lambda: multimodal_positions([], left_padding=2)[0],
+        lambda: packed_positions([(2, 2), (3, 3)]),
+        lambda: cropped_positions(4, 4, start=(0, 0), stop=(2, 2)),
+        lambda: frame_times(3, fps=3.0),
+    ]
+    before = [make() for make in makers]
+    torch.set_default_dtype(dtype)
+    try:
+        after = [make() for make in makers]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(before, after, strict=True))
+
+
 def test_grids_tell_adjacent_images_apart():
     types = [0, *[1] * 6, 0, *[2] * 8]
     parts = multimodal_parts(

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 
-from axial_rope import Axial, Mixed, RotaryEmbedding, centered_positions, grid_positions, make_rotary, rotate
+from axial_rope import Axial, Mixed, RotaryEmbedding, centered_positions, grid_positions, make_rotary, presets, rotate
 
 
 def tiny(**options):
@@ -352,6 +352,7 @@ def test_meta_device():
         (tiny, Mixed(8, heads=4, blocks=3), {}, ValueError, "heads=4 and blocks=2: got heads=4 and blocks=3"),
         (tiny, Axial(8), {"strength": 1.5}, ValueError, "strength must be between 0 and 1: got 1.5"),
         (tiny, Axial(8), {"positions": grid_positions(4, 4)}, TypeError, r"positions must be a function of .*: got Tensor"),
+        (tiny, presets.qwen2_vl_vision(8), {}, ValueError, "tokens row by row: got a preset with merge=2, give it merge=1"),
         (tiny, "axial", {}, TypeError, "family must be a family of frequencies"),
     ],
 )

@@ -84,9 +84,8 @@ class Mixed(Family):
     def _directions(self) -> Tensor:
         """Rows (t, y, x), one column per direction, for one head."""
         if self.axes == 2:
-            angle = (
-                torch.rand(1, dtype=torch.float32, device="cpu") * 2 * torch.pi if self.random_directions else torch.zeros(1)
-            )
+            turn = torch.rand if self.random_directions else torch.zeros
+            angle = turn(1, dtype=torch.float32, device="cpu") * 2 * torch.pi
             x = torch.cat([torch.cos(angle), torch.cos(torch.pi / 2 + angle)])
             y = torch.cat([torch.sin(angle), torch.sin(torch.pi / 2 + angle)])
             return torch.stack([y, x])

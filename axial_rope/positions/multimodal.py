@@ -110,7 +110,7 @@ def multimodal_positions(
     """
     if left_padding < 0:
         raise ValueError(f"left_padding must not be negative: got {left_padding}")
-    pieces, start = [torch.ones(left_padding, 3, device=device)], 0
+    pieces, start = [torch.ones(left_padding, 3, dtype=torch.float32, device=device)], 0
     for part in parts:
         if isinstance(part, Text):
             piece = torch.arange(part.tokens, dtype=torch.float32, device=device)[:, None].expand(-1, 3)

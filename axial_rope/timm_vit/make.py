@@ -113,6 +113,11 @@ def _scheme(family: Family | Scheme, positions: Positions | None) -> tuple[Famil
         return family, grid_positions if positions is None else positions
     if family.rotate is not rotate:
         raise ValueError(f"family must be a rotation: got a preset whose rotate is {family.rotate.__name__}")
+    merge = getattr(family.positions, "keywords", {}).get("merge", 1)
+    if positions is None and merge != 1:
+        raise ValueError(
+            f"family must have positions of tokens row by row: got a preset with merge={merge}, give it merge=1"
+        )
     return family.family, family.positions if positions is None else positions
 
 
