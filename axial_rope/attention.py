@@ -67,6 +67,8 @@ class RotaryAttention(nn.Module):
         super().__init__()
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout must be between 0 and 1: got {dropout}")
+        if heads < 1 or (kv_heads is not None and kv_heads < 1):
+            raise ValueError(f"heads and kv_heads must be at least 1: got heads={heads}, kv_heads={kv_heads}")
         if head_dim is None and dim % heads:
             raise ValueError(f"dim must be divisible by heads={heads}, or head_dim be given: got dim={dim}")
         kv_heads = heads if kv_heads is None else kv_heads

@@ -164,6 +164,8 @@ class MemorySegmenter(nn.Module):
         info: Any = backbone.feature_info
         channels, reductions = list(info.channels()), list(info.reduction())
         self.reductions, self.reduction = reductions, reductions[-1]
+        if any(step < 1 or step & (step - 1) for step in reductions) or self.reduction < 2:
+            raise ValueError(f"backbone must halve frames once or more, reductions 1, 2, 4, ...: got {reductions}")
         dim = attention.dim
         self.backbone, self.attention = backbone, attention
         self.project = nn.Conv2d(channels[-1], dim, 1)
@@ -203,7 +205,15 @@ class MemorySegmenter(nn.Module):
 
         Returns:
             Mask logits (B, T, H, W), those of the first frame being its mask, and logits of presence (B, T).
+
+        Raises:
+            ValueError: The first masks aren't of the frames' batch and size.
         """
+        if frames.dim() != 5 or first.shape != (len(frames), 1, *frames.shape[-2:]):
+            raise ValueError(
+                f"first must have shape (B, 1, H, W) for frames (B, T, channels, H, W): got {tuple(first.shape)} for "
+                f"{tuple(frames.shape)}"
+            )
         bank = MemoryBank() if bank is None else bank
         batch, length = frames.shape[:2]
         coarse, fine = self.features(frames.flatten(0, 1))

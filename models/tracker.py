@@ -49,8 +49,12 @@ class Tracker:
             prompts: Label maps of later frames, by their number: objects that enter there, or corrections.
 
         Raises:
-            ValueError: A label map hasn't the frame's size, or a frame another size than the first.
+            ValueError: A label map hasn't the frame's size, a frame another size than the first, or prompts are given for
+                frame 0.
+            TypeError: A frame isn't floating.
         """
+        if prompts and 0 in prompts:
+            raise ValueError("prompts must be of later frames, since first is that of frame 0: got one for frame 0")
         self.bank.reset()
         self._frame = -1
         size = first.shape
@@ -65,8 +69,12 @@ class Tracker:
     def step(self, frame: Tensor, prompt: Tensor | None = None) -> Tensor:
         """The label map of the next frame; labels of `prompt` are taken as they are, objects that it lacks are tracked."""
         model, bank = self.model, self.bank
-        self._frame += 1
         height, width = frame.shape[-2:]
+        if not frame.is_floating_point():
+            raise TypeError(f"frame must be floating, in [0, 1]: got {frame.dtype}")
+        if prompt is not None and prompt.shape != (height, width):
+            raise ValueError(f"prompt must have the size {(height, width)} of the frame: got {tuple(prompt.shape)}")
+        self._frame += 1
         padding = (0, -width % model.reduction, 0, -height % model.reduction)
         device = model.mean.device
         features, maps = model.features(F.pad(frame.to(device)[None], padding, mode="replicate"))

@@ -150,3 +150,9 @@ def test_refusals():
         list(Tracker(model).track(torch.rand(2, 1, 32, 36), torch.zeros(32, 32)))
     with pytest.raises(ValueError, match=r"prompt must have the size \(32, 32\) of the first mask: got \(8, 8\)"):
         list(Tracker(model).track(torch.rand(2, 1, 32, 32), torch.zeros(32, 32), prompts={1: torch.zeros(8, 8)}))
+    with pytest.raises(ValueError, match="prompts must be of later frames"):
+        list(Tracker(model).track(torch.rand(2, 1, 32, 32), torch.zeros(32, 32), prompts={0: torch.zeros(32, 32)}))
+    with pytest.raises(TypeError, match=r"frame must be floating, in \[0, 1\]: got torch\.uint8"):
+        Tracker(model).step(torch.zeros(1, 32, 32, dtype=torch.uint8), torch.ones(32, 32))
+    with pytest.raises(ValueError, match=r"first must have shape \(B, 1, H, W\) .*: got \(1, 1, 8, 8\) for"):
+        model(torch.rand(1, 2, 1, 32, 32), torch.zeros(1, 1, 8, 8))

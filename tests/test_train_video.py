@@ -340,12 +340,25 @@ def test_refusals(trained, tmp_path, capsys):
     assert "data must hold JPEGImages and Annotations" in refused("evaluate", "--weights", weights, "--data", tmp_path)
     assert "backbone must come with data" in refused("--backbone", "convnext_atto", "--output", tmp_path / "no")
     assert not (tmp_path / "no").exists()
+    for words, sentence in (
+        (("--device", "nowhere"), "device must be usable: got nowhere"),
+        (("--output", tmp_path / "text"), "output must be a folder"),
+    ):
+        assert sentence in refused(*words)
     root = make_folder(tmp_path / "data", "davis")
+    patches = ("--data", root, "--output", tmp_path / "no", "--size", 30, "--frames", 3)
+    assert "size must be a multiple of 16, which the backbone divides by: got 30" in refused(*patches)
+    assert "halve frames once or more, reductions 1, 2, 4, ...: got [14]" in refused(
+        *patches, "--backbone", "vit_small_patch14_dinov2"
+    )
+    assert "backbone must give maps" in refused(*patches, "--backbone", "swin_tiny_patch4_window7_224")
     few = ("--data", root, "--frames", 6, "--output", tmp_path / "no")
     assert "data must hold a video with 6 annotated frames: the longest of 1 has 5" in refused(*few)
     unknown = ("--data", root, "--frames", 3, "--backbone", "no_such_model", "--output", tmp_path / "no")
     assert "backbone must be a timm model" in refused(*unknown)
     assert not (tmp_path / "no").exists()
+    listed = ("evaluate", "--weights", weights, "--data", root, "--split", "test")
+    assert "data must list the videos of its split test" in refused(*listed)
     without = trained / "no-memory-0.safetensors"
     assert "is of the variant no-memory" in refused("evaluate", "--weights", without, "--data", root)
     Image.new("RGB", (44, 30)).save(root / "Annotations/480p/cat/00000.png")
@@ -360,7 +373,9 @@ def test_refusals(trained, tmp_path, capsys):
     )
     track = ("track", tmp_path / "text", "--weights", weights, "--mask")
     write_labels(mask, torch.zeros(4, 4))
-    assert "mask must show an object: got none" in refused(*track, mask)
+    assert "mask must show an object with a label from 1 to 254: got none" in refused(*track, mask)
+    write_labels(mask, torch.full((4, 4), 255))
+    assert "got 255, which stands for void" in refused(*track, mask)
     for broken in (tmp_path / "nowhere.png", tmp_path / "text"):
         assert f"pictures must be files that can be read: {broken} is not" in refused(*track, broken)
     mask.write_bytes(mask.read_bytes()[:40])

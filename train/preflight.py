@@ -43,18 +43,23 @@ def check_settings(args: Any) -> None:
     missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise Refusal(f'packages must be installed: {", ".join(missing)} lack, get them with pip install -e ".[train]"')
-    for path in (Path(args.output), *Path(args.output).parents):
+    check_output(args.output)
+    taken = [name for name in FILES if (Path(args.output) / name).is_dir()]
+    if taken:
+        raise Refusal(f"output must not hold folders of the names of results: {args.output} has {taken[0]}")
+
+
+def check_output(output: str) -> None:
+    """Refuse a folder that can't be made or written."""
+    for path in (Path(output), *Path(output).parents):
         if path.exists() and not path.is_dir():
             raise Refusal(f"output must be a folder: {path} is a file")
-    existing = next(path for path in (Path(args.output), *Path(args.output).absolute().parents) if path.exists())
+    existing = next(path for path in (Path(output), *Path(output).absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(dir=existing):
             pass
     except OSError as error:
         raise Refusal(f"output must be a folder that can be written: {existing} can't ({error.strerror})") from error
-    taken = [name for name in FILES if (Path(args.output) / name).is_dir()]
-    if taken:
-        raise Refusal(f"output must not hold folders of the names of results: {args.output} has {taken[0]}")
 
 
 def check_device(device: str) -> None:

@@ -47,6 +47,8 @@ OTHERS = {
 }
 OWN = re.compile(r"(layers\.\d+\.(self_attn|cross_attn_image|linear[12]|norm[123]|layer_norm[123])\.|(layer_)?norm\.)")
 
+NEEDED = tuple(f"layers.0.{part}.weight" for part in ("self_attention.q_proj", "cross_attention.k_proj", "linear1"))
+
 
 class ConvertedMemory(NamedTuple):
     """Weights under our names, and what became of each key of the checkpoint."""
@@ -94,7 +96,7 @@ def sam2_memory_weights(state_dict: Mapping[str, Tensor]) -> ConvertedMemory:
             tensor = tensor.reshape(tensor.shape[0], -1)  # (slots, 1, 1, C)
         weights[new] = tensor.reshape(-1) if new == "no_memory" else tensor  # (1, 1, dim)
         renamed[key] = new
-    if "norm.weight" not in weights:
+    if not {"norm.weight", *NEEDED} <= weights.keys():
         raise ValueError(
             f"state_dict must hold a memory attention of sam2 or transformers: got {len(state_dict)} other keys"
         )
@@ -134,6 +136,8 @@ def memory_attention_from_sam2(
     """
     weights = dict(sam2_memory_weights(state_dict).weights)
     depth = 1 + max(int(key.split(".")[1]) for key in weights if key.startswith("layers."))
+    if heads < 1:
+        raise ValueError(f"heads must be at least 1: got {heads}")
     inner, dim = weights["layers.0.self_attention.q_proj.weight"].shape
     head_dim = inner // heads
     ages = weights.get("age_embedding")
@@ -184,6 +188,8 @@ def pool_rotated(grid: Grid, kernel: int = 2, bias: str = "scores") -> Pooling:
         If `kernel` doesn't divide `grid` or `bias` is unknown.
     """
     h, w = grid
+    if kernel < 1:
+        raise ValueError(f"kernel must be at least 1: got {kernel}")
     if h % kernel or w % kernel:
         raise ValueError(f"kernel must divide the grid {grid}: got {kernel}")
     if bias not in ("scores", "keys"):

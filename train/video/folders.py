@@ -46,13 +46,18 @@ def find_videos(root: str | Path, split: str = "val") -> list[Video]:
         raise Refusal(f"split must be one of {', '.join(SPLITS)}: got {split!r}")
     base = next((root / name for name in SPLITS[split] if (root / name / "JPEGImages").is_dir()), root)
     if not (base / "JPEGImages").is_dir():
-        raise Refusal(f"data must hold JPEGImages and Annotations, or {' or '.join(SPLITS[split])} with them: got {root}")
+        raise Refusal(
+            f"data must hold JPEGImages and Annotations, itself or in {' or '.join(SPLITS[split])}: {root} has none"
+        )
     pictures, masks = base / "JPEGImages", base / "Annotations"
     for size in ("480p", "Full-Resolution"):
         if (pictures / size).is_dir() and (masks / size).is_dir():
             pictures, masks = pictures / size, masks / size
             break
     lists = [path for name in SPLITS[split] for path in sorted(root.glob(f"ImageSets/*/{name}.txt"))]
+    others = sorted(path.name for path in root.glob("ImageSets/*/*.txt"))
+    if others and not lists:
+        raise Refusal(f"data must list the videos of its split {split}: {root / 'ImageSets'} has {', '.join(others)}")
     folders = sorted(path.name for path in pictures.iterdir() if path.is_dir())
     names = lists[-1].read_text().split() if lists else folders
     videos = [read_folder(name, pictures / name, masks / name) for name in names]

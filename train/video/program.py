@@ -26,6 +26,7 @@ from models.tracker import Tracker
 from train.arguments import Parser, number
 from train.checkpoint import save_weights, set_aside, write_atomic
 from train.errors import Refusal, Stopped
+from train.preflight import check_device, check_output
 from train.report import write_summary
 from train.video.clips import Clips
 from train.video.digits import moving_digits
@@ -81,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser(command).parse_args(words)
     try:
         torch.set_num_threads(args.threads)
+        check_device(args.device)
+        check_output(args.output)
         {"train": run_training, "evaluate": run_evaluation, "track": run_tracking}[command](args)
     except (Refusal, Stopped) as end:
         print(f"python -m train video: {end}", file=sys.stderr)
@@ -95,11 +98,11 @@ def make_backbone(name: str | None, *, colour: bool, pretrained: bool = False) -
     import timm
 
     try:
-        if "vit" in name.split("_")[0]:
+        if name.startswith(("vit_", "deit")):
             return ViTFeatures(timm.create_model(name, pretrained=pretrained, dynamic_img_size=True, num_classes=0))
         return timm.create_model(name, features_only=True, pretrained=pretrained)
-    except RuntimeError as error:
-        raise Refusal(f"backbone must be a timm model: {error}") from error
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise Refusal(f"backbone must be a timm model with feature maps of any size: {name} is not ({error})") from error
 
 
 def run_training(args: Any) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def run_training(args: Any) -> dict[str, Any]:
     batches = digit_batch
     if args.data:
         batches = Clips(find_videos(args.data, "train"), size=args.size, frames=args.frames, strides=args.strides)
-    make_backbone(args.backbone, colour=bool(args.data))  # refused before anything is written
+    check_training(args)
     output.mkdir(parents=True, exist_ok=True)
     set_aside(output, FILES)
     rows: dict[str, dict[int, dict[str, float]]] = {variant: {} for variant in variants}
@@ -132,6 +135,19 @@ def run_training(args: Any) -> dict[str, Any]:
         draw_digits(output, models)
     print(text)
     return summary
+
+
+def check_training(args: Any) -> None:
+    """Refuse what training would stumble over, before anything is written."""
+    backbone = make_backbone(args.backbone, colour=bool(args.data))
+    try:
+        model = make_model("rotary", backbone=backbone).eval()
+        with torch.no_grad():
+            model.features(torch.zeros(1, 3 if args.data else 1, 4 * model.reduction, 6 * model.reduction))
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise Refusal(f"backbone must give maps (B, C, h, w) of frames of any size: {error}") from error
+    if args.data and args.size % model.reduction:
+        raise Refusal(f"size must be a multiple of {model.reduction}, which the backbone divides by: got {args.size}")
 
 
 def train_one(variant: str, args: Namespace, batches: Any) -> tuple[MemorySegmenter, dict[str, float]]:
@@ -247,8 +263,9 @@ def run_tracking(args: Any) -> int:
     from tqdm import tqdm
 
     model, first, output = load_model(args.weights, args.device), read_labels(Path(args.mask)), Path(args.output)
-    if not first.any():
-        raise Refusal(f"mask must show an object: got none in {args.mask}")
+    if not ((first > 0) & (first < 255)).any():
+        found = "255, which stands for void" if first.any() else "none"
+        raise Refusal(f"mask must show an object with a label from 1 to 254: got {found} in {args.mask}")
     frames = islice(decode(args.video), args.limit)
     head = next(frames, None)
     if head is None:
