@@ -136,6 +136,16 @@ def test_joint_projections_keep_their_values():
     )
 
 
+def test_multihead_attention_of_torch():
+    attention, family = torch.nn.MultiheadAttention(16, 2), Axial(8, layout="half")
+    state = attention.state_dict()
+    converted = convert_state_dict_layout(state, family, "interleaved", heads=2)
+    for key in ("in_proj_weight", "in_proj_bias"):
+        assert torch.equal(converted[key], convert_qkv_layout(state[key], family, "interleaved", heads=2))
+        assert not torch.equal(converted[key], state[key]) or not state[key].any()
+    assert converted["out_proj.weight"] is state["out_proj.weight"]
+
+
 def test_a_family_in_another_layout():
     assert with_layout(Mixed(8, heads=2), "half") == Mixed(8, heads=2, layout="half")
     extended = with_layout(yarn(Axial(8), 2.0, 8.0), "half")
@@ -151,6 +161,10 @@ def test_a_family_in_another_layout():
         (lambda: convert_layout(torch.zeros(8), Axial(8), "neox"), "got 'neox'"),
         (lambda: convert_qkv_layout(torch.zeros(40, 2), Axial(8), "half", heads=2), r"\(2 \+ 2 \* 2\) \* 8 = 48 rows"),
         (lambda: convert_state_dict_layout({"fc": torch.zeros(8)}, Axial(8), "half", heads=1), "got 1 entries without"),
+        (
+            lambda: convert_state_dict_layout({"q_proj.weight": torch.zeros(24, 2)}, Axial(8), "half", heads=2),
+            r"q_proj.weight must have the 2 \* 8 rows of its heads, or those of one: got 24",
+        ),
     ],
 )
 def test_wrong_conversions_raise(call, message):

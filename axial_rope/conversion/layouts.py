@@ -21,6 +21,7 @@ __all__ = ["convert_layout", "convert_qkv_layout", "convert_state_dict_layout", 
 
 AnyFamily = TypeVar("AnyFamily", bound=Family)
 
+PACKED = ("in_proj_weight", "in_proj_bias")  # of torch.nn.MultiheadAttention
 QUERY_KEY = ("q_proj", "k_proj", "q_norm", "k_norm", "q_bias", "k_bias")
 
 
@@ -118,7 +119,7 @@ def convert_state_dict_layout(
 ) -> dict[str, Any]:
     """A state dict with the channels of all its queries and keys in another layout.
 
-    Entries whose name has a part ``qkv`` (joint projections), or ``q_proj``, ``k_proj``, ``q_norm``, ``k_norm``,
+    Entries whose name has a part ``qkv``, ``in_proj_weight`` or ``in_proj_bias`` (joint projections), or ``q_proj``, ``k_proj``, ``q_norm``, ``k_norm``,
     ``q_bias`` or ``k_bias``, are converted; the others are the same objects. Learned frequencies belong to pairs, whose
     order a layout doesn't change.
 
@@ -151,9 +152,15 @@ def convert_state_dict_layout(
     converted = {}
     for key, value in state_dict.items():
         parts = key.split(".")
-        if "qkv" in parts:
+        if "qkv" in parts or parts[-1] in PACKED:
             converted[key] = convert_qkv_layout(value, family, layout, heads=heads, kv_heads=kv_heads)
-        elif any(part in QUERY_KEY for part in parts):
+        elif part := next((part for part in parts if part in QUERY_KEY), None):
+            number = (heads if kv_heads is None else kv_heads) if part.startswith("k") else heads
+            if value.shape[0] not in (family.head_dim, number * family.head_dim):
+                raise ValueError(
+                    f"{key} must have the {number} * {family.head_dim} rows of its heads, or those of one: "
+                    f"got {value.shape[0]}"
+                )
             converted[key] = convert_layout(value, family, layout)
     if not converted:
         raise ValueError(
