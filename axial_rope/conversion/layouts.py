@@ -119,9 +119,9 @@ def convert_state_dict_layout(
 ) -> dict[str, Any]:
     """A state dict with the channels of all its queries and keys in another layout.
 
-    Entries whose name has a part ``qkv``, ``in_proj_weight`` or ``in_proj_bias`` (joint projections), or ``q_proj``, ``k_proj``, ``q_norm``, ``k_norm``,
-    ``q_bias`` or ``k_bias``, are converted; the others are the same objects. Learned frequencies belong to pairs, whose
-    order a layout doesn't change.
+    Entries whose name has a part ``qkv``, ``in_proj_weight`` or ``in_proj_bias`` (joint projections), or ``q_proj``,
+    ``k_proj``, ``q_norm``, ``k_norm``, ``q_bias`` or ``k_bias``, are converted; the others are the same objects. Learned
+    frequencies belong to pairs, whose order a layout doesn't change.
 
     Parameters
     ----------
