@@ -30,6 +30,19 @@ def test_choice_equals_sam2s_over_300_schedules():
     assert total > 2000
 
 
+def test_a_bank_reads_what_sam2_reads_over_300_schedules():
+    for schedule in schedules():
+        names = ("recent", "stride", "max_conditioning", "pointers")
+        bank = MemoryBank(**{name: schedule[name] for name in names}, evict="never")
+        conditioning = schedule["conditioning"]
+        for frame in [*conditioning, *schedule["stored"]]:
+            write(bank, frame, conditioning=frame in conditioning)
+        frames, pointers = ([t for t, _ in schedule[name]] for name in ("frames_read", "pointers_read"))
+        options = {"reverse": schedule["reverse"], "future_pointers": schedule["future_pointers"]}
+        memory = bank.read(schedule["frame"], clip_length=schedule["length"], **options)
+        assert (([], []) if memory is None else numbers(memory)) == (frames, pointers), schedule
+
+
 def test_choice_equals_the_installed_sam2s():
     pytest.importorskip("sam2", reason="sam2 comes as source only and builds against a second torch")
     from tests.freeze_sam2 import make_schedule, sam2_choice

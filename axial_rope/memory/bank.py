@@ -263,7 +263,15 @@ class MemoryBank:
             if track[t].pointer is None or t <= newest - self.pointers:
                 del track[t]
 
-    def select(self, object: Hashable, frame: int, *, reverse: bool = False, clip_length: int | None = None) -> Selection:
+    def select(
+        self,
+        object: Hashable,
+        frame: int,
+        *,
+        reverse: bool = False,
+        clip_length: int | None = None,
+        future_pointers: bool = False,
+    ) -> Selection:
         """What `frame` looks back at for one object."""
         track = self._track(object)
         conditioning = [t for t, record in track.items() if record.conditioning]
@@ -278,6 +286,7 @@ class MemoryBank:
             reverse=reverse,
             fill_gaps=self.fill_gaps,
             clip_length=clip_length,
+            future_pointers=future_pointers,
         )
 
     def read(
@@ -288,6 +297,7 @@ class MemoryBank:
         objects: Sequence[Hashable] | None = None,
         reverse: bool = False,
         clip_length: int | None = None,
+        future_pointers: bool = False,
     ) -> Memory | None:
         """What a frame looks back at.
 
@@ -303,6 +313,8 @@ class MemoryBank:
             Whether the video is tracked backwards; only where nothing is let go.
         clip_length
             Frames of the whole clip, where SAM 2's scaling of pointer ages by it is wanted.
+        future_pointers
+            Whether conditioning frames to come give their pointers too.
 
         Returns
         -------
@@ -324,7 +336,8 @@ class MemoryBank:
         self._check_read(frame, time, reverse)
         now = float(frame) if time is None else float(time)
         self._await_fetched()
-        chosen = [self.select(object, frame, reverse=reverse, clip_length=clip_length) for object in objects]
+        options: dict[str, Any] = {"reverse": reverse, "clip_length": clip_length, "future_pointers": future_pointers}
+        chosen = [self.select(object, frame, **options) for object in objects]
         samples = [self._sample(o, selection, now, reverse) for o, selection in zip(objects, chosen, strict=True)]
         if not any(sample.records or sample.pointers for sample in samples):
             return None
