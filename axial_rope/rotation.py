@@ -191,8 +191,6 @@ def rotate(x: Tensor, rotation: Rotation, *, prefix_tokens: int = 0, suffix_toke
     >>> rotate(torch.tensor([[1.0, 0.0]]), quarter)
     tensor([[0., 1.]])
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor: got {type(x).__name__}")
     check_rotation(x, rotation, prefix_tokens, suffix_tokens)
     return kernels.turn(x, _table(rotation, prefix_tokens, suffix_tokens))
 
@@ -242,6 +240,7 @@ def rotate_packed(
     >>> q.tolist(), k.tolist(), v.tolist()
     ([[[[-2.0, 1.0]]]], [[[[-4.0, 3.0]]]], [[[[5.0, 6.0]]]])
     """
+    _check_tensor("qkv", qkv)
     channels = 3 * heads * rotation.head_dim
     if qkv.dim() != 3 or qkv.shape[-1] != channels:
         raise ValueError(
@@ -258,9 +257,15 @@ def _table(rotation: Rotation, prefix_tokens: int, suffix_tokens: int) -> kernel
 
 def check_rotation(x: Tensor, rotation: Rotation, prefix_tokens: int, suffix_tokens: int) -> None:
     """Raise unless `rotation` fits `x` of shape (..., N, head_dim)."""
+    _check_tensor("x", x)
     if x.dim() < 2 or x.shape[-1] != rotation.head_dim:
         raise ValueError(f"x must have shape (..., tokens, head_dim={rotation.head_dim}): got {tuple(x.shape)}")
     _check_fit("x", x, tuple(x.shape[:-1]), rotation, prefix_tokens, suffix_tokens)
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor: got {type(x).__name__}")
 
 
 def _check_fit(

@@ -14,6 +14,7 @@ from axial_rope import (
     layout_permutation,
     pair_channels,
     rotate,
+    rotate_packed,
 )
 
 LAYOUTS = ["interleaved", "half", "half_per_axis"]
@@ -223,6 +224,8 @@ def test_messages_about_heads_samples_and_dtypes():
     )
     with pytest.raises(TypeError, match="x must be a tensor: got list"):
         rotate([1.0, 0.0], per_head)
+    with pytest.raises(TypeError, match="qkv must be a tensor: got list"):
+        rotate_packed([1.0, 0.0], per_head, 2)
     with pytest.raises(TypeError, match="positional argument"):
         rotate(torch.zeros(5, 8), RotaryEmbedding(Axial(8))(grid_positions(2, 2)), 1)
     for dtype in (torch.int64, torch.complex64, torch.bool):

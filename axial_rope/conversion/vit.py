@@ -60,7 +60,7 @@ def rope_vit_weights(state_dict: Mapping[str, Tensor], heads: int) -> ConvertedV
     renamed: dict[str, str] = {}
     dropped = []
     for key, tensor in state_dict.items():
-        if LEGACY_TABLE.search(key) or key.endswith("rope.periods"):
+        if LEGACY_TABLE.search(key):
             dropped.append(key)
             continue
         new = re.sub(r"\.gamma_([12])$", r".ls\1.gamma", key)

@@ -162,7 +162,7 @@ def check_positive(name: str, *values: float) -> None:
 
 def check_whole(name: str, *values: int) -> None:
     """Raise unless all values are whole numbers."""
-    wrong = [value for value in values if not isinstance(value, int)]
+    wrong = [value for value in values if not isinstance(value, int) or isinstance(value, bool)]
     if wrong:
         raise TypeError(f"{name} must be a whole number: got {wrong[0]!r}")
 

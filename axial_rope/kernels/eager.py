@@ -167,8 +167,7 @@ def complex_table(cos: Tensor, sin: Tensor, wide: torch.dtype, inverse: bool = F
 def _by_turns(cos: Tensor, sin: Tensor) -> bool:
     """Whether the memory is cos, sin, cos, sin, ..., as in a complex table."""
     return bool(
-        not (cos.is_neg() or sin.is_neg())
-        and sin.data_ptr() == cos.data_ptr() + cos.element_size()
+        sin.data_ptr() == cos.data_ptr() + cos.element_size()
         and cos.stride() == sin.stride()
         and cos.stride(-1) == 2
         and cos.untyped_storage().data_ptr() == sin.untyped_storage().data_ptr()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from axial_rope.frequencies.base import check_whole
 from axial_rope.memory.tokens import Grid, Memory
 
 __all__ = ["check_grid", "check_memory", "check_objects", "check_settings", "check_state", "check_tokens", "scores_of"]
@@ -21,8 +22,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         value = settings[name]
         if value is None and name == "max_conditioning":
             continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a whole number: got {value!r}")
+        check_whole(name, value)
         if value < least:
             also = ", one before and one after" if name == "max_conditioning" else ""
             raise ValueError(f"{name} must be at least {least}{also}: got {value}")
