@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from axial_rope.frequencies import Extended, Family, Periods
-from axial_rope.kernels import cos_sin
 from axial_rope.rotation import Rotation, angles, period_angles
 
 __all__ = ["RotaryEmbedding"]
@@ -108,11 +107,12 @@ class RotaryEmbedding(nn.Module):
         positions = positions.to(self.frequencies.device)
         turned = angles(positions, self.frequencies) if self.periods is None else period_angles(positions, self.periods)
         scale, family = self.family.scale, self.family
-        cos, sin = cos_sin(turned)
+        blocks = getattr(family, "blocks", None)
+        rotation = Rotation.from_angles(turned, family.head_dim, family.layout, family.split, blocks)
         if scale != 1.0:
-            factor = torch.tensor(scale, dtype=cos.dtype, device=cos.device) if isinstance(scale, tuple) else scale
-            cos, sin = cos * factor, sin * factor
-        return Rotation(cos, sin, family.head_dim, family.layout, family.split, getattr(family, "blocks", None))
+            factor = torch.tensor(scale, dtype=turned.dtype, device=turned.device) if isinstance(scale, tuple) else scale
+            return replace(rotation, cos=rotation.cos * factor, sin=rotation.sin * factor)
+        return rotation
 
     def per_block(self, positions: Tensor, blocks: int) -> list[Rotation]:
         """One rotation for each of `blocks` blocks: its own for a family with blocks, else the same for all.
@@ -128,9 +128,8 @@ class RotaryEmbedding(nn.Module):
             return [rotation] * blocks
         if blocks > own:
             raise ValueError(f"family must have frequencies for {blocks} blocks: got blocks={own}")
-        # One backward step for all blocks, where a selection of each would add up gradients of the size of them all.
-        tables = zip(rotation.cos.unbind(0), rotation.sin.unbind(0), strict=True)
-        return [replace(rotation, cos=cos, sin=sin, blocks=None) for cos, sin in tables][:blocks]
+        rotations: list[Rotation] = rotation.unbind()[:blocks]
+        return rotations
 
     def extra_repr(self) -> str:
         return repr(self.family)

@@ -13,14 +13,16 @@ Layouts, drawn for a head of 8 channels with pairs 0 1 on y and 2 3 on x (a, b a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from axial_rope import kernels
 from axial_rope.kernels.layouts import split_pairs
+from axial_rope.kernels.watched import is_watched
 
 __all__ = ["Rotation", "angles", "layout_permutation", "pair_channels", "rotate", "rotate_packed"]
 
@@ -111,6 +113,9 @@ class Rotation:
         Pairs of each axis in the order in which they stand in the head (only "half_per_axis" depends on it).
     blocks
         Number of blocks whose tables stand in front, or None; `block` gives the rotation of one, which can rotate.
+    angle
+        The angles, where they are learned and `from_angles` made the tables: gradients go to them directly, at a fraction
+        of the time and memory. ``dataclasses.replace`` leaves them away.
 
     Raises
     ------
@@ -124,6 +129,7 @@ class Rotation:
     layout: str = "interleaved"
     split: tuple[int, ...] = ()
     blocks: int | None = None
+    angle: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
@@ -147,17 +153,62 @@ class Rotation:
         """Number of rotated tokens N."""
         return self.cos.shape[-2]
 
+    @classmethod
+    def from_angles(
+        cls,
+        angle: Tensor,
+        head_dim: int,
+        layout: str = "interleaved",
+        split: Sequence[int] = (),
+        blocks: int | None = None,
+    ) -> Rotation:
+        """The rotation by `angle`, in radians: (N, P), (H, N, P), ..., as `cos` and `sin` have it.
+
+        Examples
+        --------
+        >>> Rotation.from_angles(torch.tensor([[0.0]]), head_dim=2).cos
+        tensor([[1.]])
+        """
+        rotation = cls(*kernels.cos_sin(angle), head_dim, layout, tuple(split), blocks)
+        return rotation._with_angle(angle if angle.requires_grad and not is_watched(angle) else None)
+
     def inverse(self) -> Rotation:
         """The rotation by the negative angles."""
-        return replace(self, sin=-self.sin)
+        angle = None if self.angle is None else -self.angle
+        return replace(self, sin=-self.sin)._with_angle(angle)
 
     def block(self, index: int) -> Rotation:
         """The rotation of one block, from a table with blocks in front."""
-        return replace(self, cos=self.cos[index], sin=self.sin[index], blocks=None)
+        return self._map(lambda table: table[index], blocks=None)
+
+    def unbind(self) -> list[Rotation]:
+        """The rotations of all blocks: one backward step for all, where `block` would add up gradients of the size of all.
+
+        Raises
+        ------
+        ValueError
+            If it has no blocks.
+        """
+        if self.blocks is None:
+            raise ValueError("rotation must have blocks in front: got blocks=None")
+        parts = (tuple(part.unbind(0)) for part in (self.cos, self.sin))
+        angles = (None,) * self.blocks if self.angle is None else self.angle.unbind(0)
+        tables = zip(*parts, angles, strict=True)
+        return [replace(self, cos=cos, sin=sin, blocks=None)._with_angle(angle) for cos, sin, angle in tables]
 
     def slice(self, start: int, stop: int) -> Rotation:
         """The rotation of the tokens start .. stop - 1, for a sequence that is cut over devices or in time."""
-        return replace(self, cos=self.cos[..., start:stop, :], sin=self.sin[..., start:stop, :])
+        return self._map(lambda table: table[..., start:stop, :])
+
+    def _map(self, part: Callable[[Tensor], Tensor], **changes: Any) -> Rotation:
+        mapped = replace(self, cos=part(self.cos), sin=part(self.sin), **changes)
+        return mapped._with_angle(None if self.angle is None else part(self.angle))
+
+    def _with_angle(self, angle: Tensor | None) -> Rotation:
+        """Itself, newly made, with the angle of its tables: no argument, so that nobody replaces the tables alone."""
+        if angle is not None:
+            object.__setattr__(self, "angle", angle)
+        return self
 
 
 def rotate(x: Tensor, rotation: Rotation, *, prefix_tokens: int = 0, suffix_tokens: int = 0) -> Tensor:
@@ -252,7 +303,8 @@ def rotate_packed(
 
 
 def _table(rotation: Rotation, prefix_tokens: int, suffix_tokens: int) -> kernels.Table:
-    return kernels.Table(rotation.cos, rotation.sin, rotation.layout, tuple(rotation.split), prefix_tokens, suffix_tokens)
+    split = tuple(rotation.split)
+    return kernels.Table(rotation.cos, rotation.sin, rotation.layout, split, prefix_tokens, suffix_tokens, rotation.angle)
 
 
 def check_rotation(x: Tensor, rotation: Rotation, prefix_tokens: int, suffix_tokens: int) -> None:

@@ -1,45 +1,11 @@
-"""The rotation's backends against plain arithmetic in float64, forward and backward, and what they promise about memory."""
-
-import copy
+"""The rotation's backends against plain arithmetic in float64, and what they promise about memory."""
 
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from kernel_helpers import LAYOUTS, SHAPES, a_rotation, a_tensor, reference, split_packed
 
-from axial_rope import Axial, Mixed, RotaryEmbedding, Rotation, grid_positions, kernels, rotate, rotate_packed
-from axial_rope.kernels import Table, autograd, eager, plain, use_rotation
-
-LAYOUTS = {"interleaved": (8,), "half": (8,), "half_per_axis": (3, 5)}
-SHAPES = {"shared": (5,), "per head": (3, 5), "per sample": (2, 1, 5), "per head and sample": (2, 3, 5)}
-
-
-def a_rotation(shape=(5,), split=(8,), layout="interleaved", head_dim=None, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    angle = torch.randn(*shape, sum(split), generator=generator, dtype=torch.float64) * 3
-    return Rotation(angle.cos().to(dtype), angle.sin().to(dtype), head_dim or 2 * sum(split), layout, split)
-
-
-def a_tensor(*shape, dtype=torch.float32, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def reference(x, rotation, prefix=0, suffix=0):
-    """By two-by-two matrices, one pair at a time, in float64."""
-    from axial_rope import pair_channels
-
-    y = x.double().clone()
-    end = x.shape[-2] - suffix
-    for pair, (i, j) in enumerate(pair_channels(rotation.layout, rotation.split).tolist()):
-        cos, sin = rotation.cos[..., pair].double(), rotation.sin[..., pair].double()
-        a, b = x[..., prefix:end, i].double(), x[..., prefix:end, j].double()
-        y[..., prefix:end, i], y[..., prefix:end, j] = a * cos - b * sin, b * cos + a * sin
-    return y
-
-
-def split_packed(qkv, heads):
-    return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+from axial_rope import Axial, Mixed, RotaryEmbedding, Rotation, grid_positions, rotate, rotate_packed
+from axial_rope.kernels import Table, eager, plain, use_rotation
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -90,121 +56,6 @@ def test_low_precision_is_exact_to_the_bit(dtype, pairs, threads):
                 )
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_and_their_gradients(layout, shape, learned):
-    split = {"interleaved": (2,), "half": (2,), "half_per_axis": (1, 1)}[layout]
-    shape = (*shape[:-1], 2)
-    rotation = a_rotation(shape, split, layout, 6, torch.float64)
-    cos, sin = (part.clone().requires_grad_(learned) for part in (rotation.cos, rotation.sin))
-    x = a_tensor(2, 3, 3, 6, dtype=torch.float64).requires_grad_()
-    weight = torch.eye(3 * 3 * 6, dtype=torch.float64)
-
-    def separate(x, cos, sin):
-        return rotate(x, Rotation(cos, sin, 6, layout, split), prefix_tokens=1)
-
-    def packed(x, cos, sin):
-        qkv = torch.cat([x, 2 * x, 3 * x], dim=1).transpose(1, 2).flatten(2) @ weight
-        return rotate_packed(qkv, Rotation(cos, sin, 6, layout, split), 3, prefix_tokens=1, overwrite=True)
-
-    for function in (separate, packed):
-        assert gradcheck(function, (x, cos, sin), fast_mode=True)
-        assert gradgradcheck(function, (x, cos, sin), fast_mode=True)
-
-
-def test_angle_gradient_is_that_of_a_float64_reference():
-    rope = RotaryEmbedding(Mixed(head_dim=32, heads=3, blocks=2))
-    exact = copy.deepcopy(rope).double()
-    qkv, weight = a_tensor(4, 13, 3 * 3 * 32), a_tensor(4, 3, 13, 32, seed=2)
-    gradients = []
-    for module, dtype, turn in ((rope, torch.float32, None), (exact, torch.float64, plain.turn)):
-        total = 0
-        for rotation in module.per_block(grid_positions(3, 4).to(dtype), 2):
-            if turn is None:
-                q, k, _ = rotate_packed(qkv, rotation, 3, prefix_tokens=1)
-            else:
-                with use_rotation(turn):
-                    q, k, _ = rotate_packed(qkv.to(dtype), rotation, 3, prefix_tokens=1)
-            total = total + (q * weight.to(dtype)).sum() + (k * weight.to(dtype)).square().sum()
-        total.backward()
-        gradients.append(module.frequencies.grad)
-    assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
-    assert (gradients[0] != 0).all()
-
-
-def saved_bytes(function):
-    """Bytes of distinct memory that autograd keeps."""
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = function()
-    return sum(kept.values()), result
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fixed_table_keeps_nothing_for_backward(dtype):
-    rotation = a_rotation()
-    x, qkv = a_tensor(2, 3, 5, 16, dtype=dtype).requires_grad_(), a_tensor(2, 5, 144, dtype=dtype).requires_grad_()
-    assert saved_bytes(lambda: rotate(x, rotation))[0] == 0
-    assert saved_bytes(lambda: rotate_packed(qkv, rotation, 3))[0] == 0
-    with use_rotation(plain.turn):
-        assert saved_bytes(lambda: rotate(x, rotation))[0] > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_learned_table_keeps_what_attention_keeps(dtype):
-    rotation = a_rotation((3, 5))
-    rotation.cos.requires_grad_(), rotation.sin.requires_grad_()
-    x = a_tensor(2, 5, 48, dtype=dtype).requires_grad_()
-    layer = torch.nn.Linear(48, 144, dtype=dtype)
-
-    def attend(*qkv):
-        out = torch.nn.functional.scaled_dot_product_attention(*qkv)
-        return out.transpose(1, 2).flatten(2).square()  # merged without a copy
-
-    table = 2 * rotation.cos.numel() * 4
-    without, _ = saved_bytes(lambda: attend(*split_packed(layer(x), 3)))
-    with_it, _ = saved_bytes(lambda: attend(*rotate_packed(layer(x), rotation, 3, overwrite=True)))
-    assert with_it == without + table
-
-
-def test_a_learned_embedding_keeps_its_table_once():
-    rope = RotaryEmbedding(Mixed(head_dim=16, heads=3, blocks=2))
-    kept, rotations = saved_bytes(lambda: rope.per_block(grid_positions(2, 3), 2))
-    memory = {rotation.cos.untyped_storage().data_ptr() for rotation in rotations}
-    assert len(memory) == 1 and kept == rotations[0].cos.untyped_storage().nbytes() + 6 * 2 * 4  # and the positions
-    double = rope.double()
-    angle = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(kernels.cos_sin, (angle,)) and gradgradcheck(kernels.cos_sin, (angle,))
-    assert torch.equal(double(grid_positions(2, 3)).cos, double(grid_positions(2, 3)).cos)
-
-
-def test_gradients_come_in_any_strides():
-    rotation = a_rotation((3, 5))
-    x = a_tensor(2, 3, 5, 16)
-    for gradient in (
-        torch.ones(()).expand(2, 3, 5, 16),
-        a_tensor(2, 5, 3, 16).transpose(1, 2),
-        a_tensor(2, 3, 5, 33)[..., 1:17],
-        a_tensor(2, 3, 16, 5).mT,
-    ):
-        leaf = x.clone().requires_grad_()
-        rotate(leaf, rotation).backward(gradient)
-        assert (leaf.grad - reference(gradient, rotation.inverse())).abs().max() < 2e-6
-        assert leaf.grad.stride() == leaf.stride()
-        leaf = a_tensor(2, 5, 144).requires_grad_()
-        torch.autograd.backward(rotate_packed(leaf, rotation, 3), [gradient] * 3)
-        q, k, v = split_packed(leaf.grad, 3)
-        assert torch.equal(v, gradient) and torch.equal(q, k)
-        assert (q - reference(gradient, rotation.inverse())).abs().max() < 2e-6
-        assert leaf.grad.stride() == leaf.stride()
 
 
 def test_odd_memory():
@@ -339,25 +190,6 @@ def test_transforms_of_functions():
     assert torch.allclose(per_sample(rotation.cos, x)[0], one.grad, atol=1e-5)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant):
-    rotation = a_rotation((3, 5))
-    rotation.cos.requires_grad_(), rotation.sin.requires_grad_()
-    layer = torch.nn.Linear(8, 144)
-
-    def block(x):
-        return torch.cat(rotate_packed(layer(x), rotation, 3, overwrite=True)).sin()
-
-    gradients = []
-    for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
-        x = a_tensor(2, 5, 8).requires_grad_()
-        for tensor in (rotation.cos, rotation.sin):
-            tensor.grad = None
-        run(x).sum().backward()
-        gradients.append((x.grad, rotation.cos.grad, rotation.sin.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 def test_fake_and_meta_tensors():
     rotation = a_rotation()
     meta = Rotation(rotation.cos.to("meta"), rotation.sin.to("meta"), 16)
@@ -406,32 +238,6 @@ def test_prefix_stays_even_where_it_is_not_finite():
     x = a_tensor(2, 3, 6, 16)
     x[:, :, 0, ::2], x[:, :, 0, 1::2] = float("inf"), -0.0
     assert torch.equal(rotate(x, a_rotation(), prefix_tokens=1)[:, :, :1], x[:, :, :1])
-
-
-def test_the_double_backward_door_is_plain():
-    """Backward with create_graph must not call the memory backend, whose work autograd doesn't see."""
-    x = a_tensor(2, 3, 5, 16).requires_grad_()
-    y = autograd.Turn.apply(
-        x, *(a_rotation().cos, a_rotation().sin), Table(a_rotation().cos, a_rotation().sin, "half", (8,)), eager
-    )
-    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    assert first.grad_fn is not None
-    (second,) = torch.autograd.grad(first.sum(), x)
-    assert torch.allclose(second, torch.full_like(x, 2.0), atol=1e-5)
-
-
-def test_batches_of_gradients():
-    rope = RotaryEmbedding(Mixed(8, heads=3))
-    rotation = rope(grid_positions(2, 3))
-    x, packed = a_tensor(2, 3, 6, 8).requires_grad_(), a_tensor(2, 6, 72).requires_grad_()
-    for leaf, y in ((x, rotate(x, rotation)), (packed, torch.stack(rotate_packed(packed * 1, rotation, 3, overwrite=True)))):
-        gradients, inputs = a_tensor(4, *y.shape), (leaf, rope.frequencies)
-        batched = torch.autograd.grad(y, inputs, gradients, is_grads_batched=True, retain_graph=True)
-        one_by_one = [torch.autograd.grad(y, inputs, gradient, retain_graph=True) for gradient in gradients]
-        for got, want in zip(batched, zip(*one_by_one, strict=True), strict=True):
-            assert torch.allclose(got, torch.stack(want), atol=1e-5)
-    jacobian = torch.autograd.functional.jacobian(lambda x: rotate(x, rotation.inverse()), x.detach(), vectorize=True)
-    assert jacobian.shape == (2, 3, 6, 8) * 2
 
 
 def test_lazily_conjugated_parts():

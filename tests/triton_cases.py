@@ -52,17 +52,14 @@ def check(index, head_dim, heads, tokens):
     triton_backend.turn_into(y, x, table)
     close(y, plain.turn(x.double(), wide))
     back = torch.empty_like(y)
-    triton_backend.turn_into(back, gradient, table, inverse=True)
+    triton_backend.turn_into(back, gradient, table.inverse())
     close(back, plain.turn(gradient.double(), wide.inverse()))
     own = x.clone()
     triton_backend.turn_into(own, own, table)
     assert torch.equal(own, y)
-    sums = triton_backend.correlate(y, gradient, table)
-    exact = plain.correlate(*(table.turned(part.double())[..., : table.width] for part in (y, gradient)), wide)
-    for got, want in zip(sums, exact, strict=True):
-        close(got, want, 1e-5)
-    again = triton_backend.correlate(y, gradient, table)
-    assert all(torch.equal(a, b) for a, b in zip(sums, again, strict=True))
+    sums = triton_backend.angle_gradient(y, gradient, table)
+    close(sums, plain.angle_gradient(*(table.members(part.double()) for part in (y, gradient)), wide), 1e-5)
+    assert torch.equal(sums, triton_backend.angle_gradient(y, gradient, table))
     if index % 4 == 0:
         for dtype in (torch.float16, torch.bfloat16):
             low, exact = x.to(dtype).contiguous(), torch.empty_like(y)
@@ -79,8 +76,8 @@ def check_the_doors():
     kernels._memory_backend = lambda x, table: triton_backend
     for dtype in (torch.float64, torch.float32):
         table = a_table("per head", 2, 3, 5, 4, "interleaved", (1, 0))
-        parts = [part.to(dtype).requires_grad_() for part in (table.cos, table.sin)]
-        rotation = Rotation(*parts, 8, "interleaved", (4,))
+        angle = torch.atan2(table.sin, table.cos).to(dtype).requires_grad_()
+        rotation = Rotation.from_angles(angle, 8, split=(4,))
         layer = torch.nn.Linear(6, 72).to(DEVICE, dtype)
         x, weight = random(2, 5, 6, dtype=dtype), random(3, 2, 3, 5, 8, dtype=dtype)
         results = []
@@ -90,12 +87,13 @@ def check_the_doors():
                 packed = torch.stack(rotate_packed(qkv, rotation, 3, prefix_tokens=1, overwrite=True))
                 single = rotate(weight[0], rotation, prefix_tokens=1)
             loss = (packed * weight).sum() + single.square().sin().sum()
-            results.append([packed, single, *torch.autograd.grad(loss, [*layer.parameters(), *parts])])
+            results.append([packed, single, *torch.autograd.grad(loss, [*layer.parameters(), angle])])
         for got, want in zip(*results, strict=True):
             close(got, want, 1e-13 if dtype == torch.float64 else 1e-5)
-    x = random(2, 3, 5, 8).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: rotate(x, rotation, prefix_tokens=1), (x,), fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda x: rotate(x, rotation, prefix_tokens=1), (x,), fast_mode=True)
+    inputs = random(2, 3, 5, 8).double().requires_grad_(), angle.detach().double().requires_grad_()
+    for check_gradients in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        turn = lambda x, angle: rotate(x, Rotation.from_angles(angle, 8, split=(4,)), prefix_tokens=1)  # noqa: E731
+        assert check_gradients(turn, inputs, fast_mode=True)
 
 
 def check_huge_strides():

@@ -74,11 +74,12 @@ def turn(x: Tensor, table: Table) -> Tensor:
     """`x`, (..., prefix + N + suffix, head_dim), turned in a new tensor."""
     if _override is not None:
         return _override(x, table)
-    if _is_transformed(x, table):
+    learned = torch.is_grad_enabled() and (table.cos.requires_grad or table.sin.requires_grad)
+    if _is_transformed(x, table) or (learned and table.angle is None):
         return plain.turn(x, table)
     backend = _memory_backend(x, table)
-    if torch.is_grad_enabled() and (x.requires_grad or table.cos.requires_grad or table.sin.requires_grad):
-        y: Tensor = Turn.apply(x, table.cos, table.sin, table, backend)
+    if learned or (x.requires_grad and torch.is_grad_enabled()):
+        y: Tensor = Turn.apply(x, table.angle if learned else None, table, backend)
         return y
     y = torch.empty_like(x)
     backend.turn_into(y, x, table)
@@ -93,20 +94,23 @@ def turn_packed(qkv: Tensor, table: Table, heads: int, *, overwrite: bool = Fals
     if _override is not None:
         q, k, v = (part.transpose(1, 2) for part in torch.unflatten(qkv, -1, (3, heads, -1)).unbind(2))
         return _override(q, table), _override(k, table), v
-    if _is_transformed(qkv, table):
+    learned = torch.is_grad_enabled() and (table.cos.requires_grad or table.sin.requires_grad)
+    if _is_transformed(qkv, table) or (learned and table.angle is None):
         return plain.turn_packed(qkv, table, heads)
     samples, tokens, channels = qkv.shape
     shape = (samples, tokens, 3, heads, channels // (3 * heads))
     backend = _memory_backend(qkv, table)
-    records = torch.is_grad_enabled() and (qkv.requires_grad or table.cos.requires_grad or table.sin.requires_grad)
+    records = learned or (qkv.requires_grad and torch.is_grad_enabled())
     base = _whole(qkv) if overwrite and (records or backend.in_place(qkv, table)) else None
     if records:
         of = qkv if base is None else base
-        _, q, k, v = TurnPacked.apply(of, table.cos, table.sin, shape, table, backend, base is not None)
+        _, q, k, v = TurnPacked.apply(of, table.angle if learned else None, shape, table, backend, base is not None)
         return q, k, v
     if base is None:
-        return turn_apart(qkv, shape, table, backend, copy_values=False)
-    return turn_in_place(base, shape, table, backend)
+        (q, k), v = turn_apart(qkv, shape, table, backend, copy_values=False)
+    else:
+        q, k, v = turn_in_place(base, shape, table, backend).unbind(0)
+    return q, k, v
 
 
 def _whole(qkv: Tensor) -> Tensor | None:

@@ -1,12 +1,12 @@
 """One autograd node for the rotation, so that the backward pass keeps nothing, or what attention keeps anyway.
 
-The gradient of a rotation is the rotation by the negative angles: it needs no activation. The gradient of the table
-w = cos + i sin, for the pairs z = x_i + i x_j and y = z w, is that of a product, and z is y / w:
+The gradient of a rotation is the rotation by the negative angles: it needs no activation. The gradient of the angle, for
+the pairs z = x_i + i x_j and y = z e^(i angle), is
 
-    dw = sum of conj(z) g = w / |w|^2 * sum of conj(y) g
+    d angle = Im(conj(y) g) = y_i g_j - y_j g_i        summed over what the angle broadcasts over
 
-so that a learned table needs y alone, which attention keeps for its own backward pass. Along the circle this is the
-derivative by the angle, g_j y_i - g_i y_j.
+so that a learned table needs y, which attention keeps for its own backward pass, and the angle, from which cosines and
+sines are made anew.
 
 Tables that aren't learned are kept outside of the saved tensors, since they are no activations; that they haven't changed
 in the meantime is checked here. A backward pass that is itself differentiated uses plain arithmetic.
@@ -31,54 +31,61 @@ __all__ = ["CosSin", "MemoryBackend", "Turn", "TurnPacked", "turn_apart", "turn_
 class MemoryBackend(Protocol):
     """Rotation of memory, without autograd: what `eager` and `triton` offer."""
 
-    def turn_into(self, target: Tensor, source: Tensor, table: Table, *, inverse: bool = False) -> None: ...
+    def turn_into(self, target: Tensor, source: Tensor, table: Table) -> None: ...
 
-    def correlate(self, y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor]: ...
+    def angle_gradient(self, y: Tensor, gradient: Tensor, table: Table) -> Tensor: ...
 
     def in_place(self, x: Tensor, table: Table) -> bool: ...
 
 
 class CosSin(Function):
-    """Angles -> cosines and sines, which lie by turns in memory, as complex numbers do. The angles aren't kept."""
+    """Angles -> cosines and sines, in memory that suits the backends. They aren't kept, the angles are."""
 
     @staticmethod
     def forward(ctx: Any, angle: Tensor) -> tuple[Tensor, Tensor]:
-        memory = angle.new_empty(*angle.shape, 2)
-        cos, sin = (_tensor_at(memory, part, memory.shape[:-1], memory.stride()[:-1]) for part in range(2))
-        torch.cos(angle, out=cos)
-        torch.sin(angle, out=sin)
-        ctx.save_for_backward(cos, sin)
-        return cos, sin
+        ctx.save_for_backward(angle)
+        return _cos_sin(angle)
 
     @staticmethod
     def backward(ctx: Any, of_cos: Tensor, of_sin: Tensor) -> Tensor:
-        cos, sin = ctx.saved_tensors
-        gradient: Tensor = of_sin * cos - of_cos * sin
+        (angle,) = ctx.saved_tensors
+        gradient: Tensor = of_sin * angle.cos() - of_cos * angle.sin()
         return gradient
 
 
+def _cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
+    """They lie by turns in memory, as complex numbers do, and the heads of a token side by side, as in q and k."""
+    by_tokens = angle.transpose(-3, -2) if angle.dim() > 2 else angle  # (..., N, heads, P)
+    memory = angle.new_empty(*by_tokens.shape, 2)
+    memory = memory.transpose(-4, -3) if angle.dim() > 2 else memory
+    cos, sin = _tensors_of(memory.movedim(-1, 0))
+    torch.cos(angle, out=cos)
+    torch.sin(angle, out=sin)
+    return cos, sin
+
+
 class Turn(Function):
-    """x, cos, sin -> turned x in new memory."""
+    """x -> turned x in new memory; `angle` is that of the table if it is learned, else None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, table: Table, backend: MemoryBackend) -> Tensor:
+    def forward(ctx: Any, x: Tensor, angle: Tensor | None, table: Table, backend: MemoryBackend) -> Tensor:
         y = torch.empty_like(x)
         backend.turn_into(y, x, table)
-        _keep(ctx, table, backend, cos, sin, y)
+        _keep(ctx, angle, table, backend, y)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        table, outputs = _kept(ctx)
+        is_open = _in_the_open(gradient)
+        back, outputs = _kept(ctx, is_open)
         dx = None
         if ctx.needs_input_grad[0]:
-            if _in_the_open(gradient):
-                dx = plain.turn(gradient, table.inverse())
+            if is_open:
+                dx = plain.turn(gradient, back)
             else:
                 dx = torch.empty_like(gradient)
-                ctx.backend.turn_into(dx, gradient, table, inverse=True)
-        dcos, dsin = _table_gradient(ctx, table, [(y, gradient) for y in outputs])
-        return dx, dcos, dsin, None, None
+                ctx.backend.turn_into(dx, gradient, back)
+        return dx, _angle_gradient(ctx, back, outputs, (gradient,)), None, None
 
 
 class TurnPacked(Function):
@@ -93,8 +100,7 @@ class TurnPacked(Function):
     def forward(
         ctx: Any,
         base: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        angle: Tensor | None,
         shape: tuple[int, ...],
         table: Table,
         backend: MemoryBackend,
@@ -104,25 +110,25 @@ class TurnPacked(Function):
         ctx.shape, ctx.base_shape = shape, base.shape
         if in_place:
             ctx.mark_dirty(base)
-            q, k, v = turn_in_place(base, shape, table, backend)
+            parts = turn_in_place(base, shape, table, backend)
         else:
-            q, k, v = turn_apart(base, shape, table, backend, copy_values=True)
-        _keep(ctx, table, backend, cos, sin, q, k)
+            parts, _ = turn_apart(base, shape, table, backend, copy_values=True)
+        q, k, v = _tensors_of(parts)
+        _keep(ctx, angle, table, backend, q, k)
         return base if in_place else None, q, k, v
 
     @staticmethod
     def backward(ctx: Any, of_base: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        table, outputs = _kept(ctx)
         if of_base is not None:  # the changed projection was used again: that gradient belongs to its parts q, k and v too
             again = of_base.reshape(ctx.shape).permute(2, 0, 3, 1, 4).unbind(0)
             gradients = tuple(b if g is None else g + b for g, b in zip(gradients, again, strict=True))
+        is_open = _in_the_open(*gradients)
+        back, outputs = _kept(ctx, is_open)
         dbase = None
         if ctx.needs_input_grad[0] and any(gradient is not None for gradient in gradients):
-            packed = _plain_gradient if _in_the_open(*gradients) else _packed_gradient
-            dbase = packed(ctx, table, gradients).reshape(ctx.base_shape)
-        pairs = [(y, g) for y, g in zip(outputs, gradients, strict=False) if g is not None]
-        dcos, dsin = _table_gradient(ctx, table, pairs)
-        return dbase, dcos, dsin, None, None, None, None
+            packed = _plain_gradient if is_open else _packed_gradient
+            dbase = packed(ctx, back, gradients).reshape(ctx.base_shape)
+        return dbase, _angle_gradient(ctx, back, outputs, gradients[:2]), None, None, None, None
 
 
 def _in_the_open(*gradients: Tensor | None) -> bool:
@@ -130,37 +136,36 @@ def _in_the_open(*gradients: Tensor | None) -> bool:
     return torch.is_grad_enabled() or any(gradient is not None and is_watched(gradient) for gradient in gradients)
 
 
-def turn_in_place(
-    base: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the memory of a contiguous tensor that holds (B, N, 3, heads, head_dim), q and k turned there.
+def turn_in_place(base: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend) -> Tensor:
+    """Turn q and k in the memory of a contiguous tensor that holds (B, N, 3, heads, head_dim).
 
-    They aren't views for autograd, which would take a change of one for a change of all.
+    Returns q, k and v as a view of it, (3, B, heads, N, head_dim).
     """
-    both = base.view(shape)[:, :, :2].permute(0, 2, 3, 1, 4)  # (B, 2, heads, N, head_dim)
-    backend.turn_into(both, both, _for_both(table))
-    samples, tokens, _, heads, channels = shape
-    row = 3 * heads * channels
-    stride, start = (tokens * row, channels, row, 1), base.storage_offset()
-    q, k, v = (_tensor_at(base, start + part * row // 3, (samples, heads, tokens, channels), stride) for part in range(3))
-    return q, k, v
+    parts = base.view(shape).permute(2, 0, 3, 1, 4)
+    both = parts[:2]
+    backend.turn_into(both, both, table)
+    return parts
 
 
 def turn_apart(
     qkv: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend, *, copy_values: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k, turned, and v if it is to be copied, in new memory."""
+) -> tuple[Tensor, Tensor]:
+    """q and k, turned, and v if it is to be copied, in new memory: (2 or 3, B, heads, N, head_dim); and v."""
     samples, tokens, _, heads, channels = shape
-    parts = qkv.reshape(shape).permute(0, 2, 3, 1, 4)  # (B, 3, heads, N, head_dim)
+    parts = qkv.reshape(shape).permute(2, 0, 3, 1, 4)
     # Heads next to each other for each token: PyTorch's attention gives its output in the order of q, and there it is merged
     # without a copy.
     memory = qkv.new_empty(3 if copy_values else 2, samples, tokens, heads, channels).transpose(2, 3)
-    backend.turn_into(memory[:2].transpose(0, 1), parts[:, :2], _for_both(table))
+    backend.turn_into(memory[:2], parts[:2], table)
     if not copy_values:
-        return memory[0], memory[1], parts[:, 2]
-    memory[2].copy_(parts[:, 2])
-    q, k, v = (_tensor_at(memory, part * memory[0].numel(), memory.shape[1:], memory.stride()[1:]) for part in range(3))
-    return q, k, v
+        return memory, parts[2]
+    return memory, memory[2].copy_(parts[2])
+
+
+def _tensors_of(parts: Tensor) -> tuple[Tensor, ...]:
+    """Its parts as tensors in their own right, which for autograd aren't views: a change of one isn't a change of all."""
+    start, step, *stride = parts.storage_offset(), *parts.stride()
+    return tuple(_tensor_at(parts, start + index * step, parts.shape[1:], stride) for index in range(len(parts)))
 
 
 def _tensor_at(memory: Tensor, start: Any, size: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -169,13 +174,7 @@ def _tensor_at(memory: Tensor, start: Any, size: Sequence[int], stride: Sequence
     return part
 
 
-def _for_both(table: Table) -> Table:
-    if table.cos.dim() < 4:
-        return table
-    return table._replace(cos=table.cos.unsqueeze(1), sin=table.sin.unsqueeze(1))  # (B, 1, heads, N, P)
-
-
-def _packed_gradient(ctx: Any, table: Table, gradients: tuple[Tensor | None, ...]) -> Tensor:
+def _packed_gradient(ctx: Any, back: Table, gradients: tuple[Tensor | None, ...]) -> Tensor:
     """The gradient of the projection, written once: (B, N, 3, heads, head_dim)."""
     given = next(gradient for gradient in gradients if gradient is not None)
     packed = given.new_empty(ctx.shape)
@@ -186,56 +185,55 @@ def _packed_gradient(ctx: Any, table: Table, gradients: tuple[Tensor | None, ...
         elif index == 2:
             part.copy_(gradient)
         else:
-            ctx.backend.turn_into(part, gradient, table, inverse=True)
+            ctx.backend.turn_into(part, gradient, back)
     return packed
 
 
-def _plain_gradient(ctx: Any, table: Table, gradients: tuple[Tensor | None, ...]) -> Tensor:
+def _plain_gradient(ctx: Any, back: Table, gradients: tuple[Tensor | None, ...]) -> Tensor:
     given = next(gradient for gradient in gradients if gradient is not None)
     q, k, v = (torch.zeros_like(given) if gradient is None else gradient for gradient in gradients)
-    back = table.inverse()
     parts = [plain.turn(q, back), plain.turn(k, back), v]
     return torch.stack([part.transpose(1, 2) for part in parts], dim=2)
 
 
-def _keep(ctx: Any, table: Table, backend: MemoryBackend, cos: Tensor, sin: Tensor, *outputs: Tensor) -> None:
-    ctx.backend = backend
-    ctx.learned = cos.requires_grad or sin.requires_grad
-    if ctx.learned:
-        ctx.save_for_backward(cos, sin, *outputs)
-        ctx.table = table._replace(cos=None, sin=None)  # type: ignore[arg-type]
+def _keep(ctx: Any, angle: Tensor | None, table: Table, backend: MemoryBackend, *outputs: Tensor) -> None:
+    ctx.backend, ctx.learned = backend, angle is not None
+    if angle is not None:
+        ctx.save_for_backward(angle, *outputs)
+        ctx.table = table._replace(cos=None, sin=None, angle=None)  # type: ignore[arg-type]
     else:
         ctx.table, ctx.versions = table, _versions(table)
 
 
-def _kept(ctx: Any) -> tuple[Table, tuple[Tensor, ...]]:
+def _kept(ctx: Any, is_open: bool) -> tuple[Table, tuple[Tensor, ...]]:
+    """The table of the negative angles, and the outputs if their angle is learned."""
     if ctx.learned:
-        cos, sin, *outputs = ctx.saved_tensors
+        angle, *outputs = ctx.saved_tensors
+        cos, sin = ((-angle).cos(), (-angle).sin()) if is_open else _cos_sin(-angle)
         return ctx.table._replace(cos=cos, sin=sin), tuple(outputs)
     if _versions(ctx.table) != ctx.versions:
         raise RuntimeError("cos and sin must stay as they are until the backward pass: they were changed in place")
-    return ctx.table, ()
+    return ctx.table.inverse(), ()
 
 
 def _versions(table: Table) -> tuple[int, ...]:
     return tuple(0 if part.is_inference() else part._version for part in (table.cos, table.sin))
 
 
-def _table_gradient(ctx: Any, table: Table, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of cos and sin from the outputs and their gradients; see the head of this file."""
-    if not pairs or not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
-        return None, None
-    sums = []
-    for y, gradient in pairs:
+def _angle_gradient(
+    ctx: Any, table: Table, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+) -> Tensor | None:
+    """The gradient of the angle from the outputs and their gradients; see the head of this file."""
+    if not ctx.needs_input_grad[1]:
+        return None
+    total: Tensor | None = None
+    for y, gradient in zip(outputs, gradients, strict=True):
+        if gradient is None:
+            continue
         if _in_the_open(gradient):
             wide = table.wide(y)
-            y, gradient = (table.members(t).to(wide) for t in (y, gradient))
-            sums.append(plain.correlate(y, gradient, table))
+            part = plain.angle_gradient(table.members(y).to(wide), table.members(gradient).to(wide), table)
         else:
-            sums.append(ctx.backend.correlate(y, gradient, table))
-    along = sum(real for real, _ in sums)
-    across = sum(imaginary for _, imaginary in sums)
-    cos, sin = table.cos, table.sin
-    norm = cos * cos + sin * sin
-    dcos, dsin = (cos * along - sin * across) / norm, (sin * along + cos * across) / norm
-    return dcos.to(cos.dtype), dsin.to(sin.dtype)
+            part = ctx.backend.angle_gradient(y, gradient, table)
+        total = part if total is None else total + part
+    return None if total is None else total.to(table.cos.dtype)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from axial_rope.kernels import plain
 from axial_rope.kernels.layouts import Table, pair_views
 
-__all__ = ["correlate", "in_place", "turn_into"]
+__all__ = ["angle_gradient", "in_place", "turn_into"]
 
 Factors = tuple[Tensor, ...]  # a complex table, or cosines and sines
 BUFFER_BYTES = 1 << 20  # half of a small L2 cache
@@ -40,7 +39,7 @@ def in_place(x: Tensor, table: Table) -> bool:
     return x.device.type == "cpu" and x.dtype == table.wide(x)
 
 
-def turn_into(target: Tensor, source: Tensor, table: Table, *, inverse: bool = False) -> None:
+def turn_into(target: Tensor, source: Tensor, table: Table) -> None:
     """Write `source`, turned, into `target`; both (..., N, head_dim) of one dtype, apart in memory or the same tensor."""
     if target is not source:
         for goal, x in zip(table.kept(target), table.kept(source), strict=True):
@@ -48,11 +47,13 @@ def turn_into(target: Tensor, source: Tensor, table: Table, *, inverse: bool = F
     goal = table.turned(target)
     x = goal if target is source else table.turned(source)
     if x.device.type != "cpu":
-        goal.copy_(plain.turn_tokens(x, table.inverse() if inverse else table))
+        goal.copy_(plain.turn_tokens(x, table))
         return
     wide = table.wide(x)
-    factors = _factors(table, wide, inverse)
-    if x.dtype == wide and (table.layout != "interleaved" or (has_complex_view(x) and has_complex_view(goal))):
+    factors = _factors(table, wide)
+    if x.dtype == wide and (
+        table.layout != "interleaved" or (has_complex_view(x) and (goal is x or has_complex_view(goal)))
+    ):
         _wide_turn(goal, x, factors, table)()
     else:
         _turn_by_parts(goal, x, factors, table)
@@ -64,40 +65,43 @@ def _turn_by_parts(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> N
     New memory, and views of it, for each part would take as long as the rotation.
     """
     is_cut_by_threads = table.layout == "interleaved" and torch.get_num_threads() > 1
-    limit = sys.maxsize if is_cut_by_threads else BUFFER_BYTES
-    parts = list(_parts(goal, x, factors, limit))
-    buffer = _viewable(torch.empty_like(parts[0][1], dtype=table.wide(x)))  # the first part is the largest
-    for _, alike in groupby(parts, lambda part: (part[1].shape, id(part[2]))):
-        first, *others = alike
-        own = _corner(buffer, first[1])
-        turn = _wide_turn(own, own, first[2], table)
-        for part, of_x, _ in (first, *others):
-            own.copy_(of_x)
-            turn()
-            part.copy_(own)
+    wide = table.wide(x)
+    limit = sys.maxsize if is_cut_by_threads else BUFFER_BYTES // wide.itemsize
+    buffer, own, turn, own_factors = None, x, None, factors
+    for part, of_x, of_factors in _parts(goal, x, factors, limit):
+        if buffer is None:  # the first part is the largest
+            buffer = _viewable(torch.empty_like(of_x, dtype=wide))
+        if turn is None or own.shape != of_x.shape or own_factors is not of_factors:
+            own, own_factors = _corner(buffer, of_x), of_factors
+            turn = _wide_turn(own, own, of_factors, table)
+        own.copy_(of_x)
+        turn()
+        part.copy_(own)
 
 
-def _factors(table: Table, wide: torch.dtype, inverse: bool) -> Factors:
+def _factors(table: Table, wide: torch.dtype) -> Factors:
     if table.layout == "interleaved":
-        return (complex_table(table.cos, table.sin, wide, inverse),)
-    return table.cos.to(wide), -table.sin.to(wide) if inverse else table.sin.to(wide)
+        return (complex_table(table.cos, table.sin, wide),)
+    return table.cos.to(wide), table.sin.to(wide)
 
 
 def _wide_turn(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> Callable[[], Any]:
     """What turns the memory of `x` into that of `goal`, both in the wide dtype."""
-    start, width = 0, table.width
+    start, width, channels = 0, table.width, x.shape[-1]
     steps: list[Callable[[], Any]] = []
     if table.layout == "interleaved":
         start = width - width % 32
+        if start == channels:
+            pairs = complex_view(x)
+            return partial(torch.mul, pairs, factors[0], out=pairs if goal is x else complex_view(goal))
         if start:
-            pairs = complex_view(x, start)
-            goal_pairs = pairs if goal is x else complex_view(goal, start)
+            pairs, goal_pairs = (complex_view(tensor[..., :start]) for tensor in (x, goal))
             steps.append(partial(torch.mul, pairs, factors[0][..., : start // 2], out=goal_pairs))
         if start < width:
             factors = torch.view_as_real(factors[0][..., start // 2 :]).unbind(-1)
     if start < width:
         steps.append(partial(_turn_real, goal[..., start:width], x[..., start:width], factors, table))
-    if width < x.shape[-1] and goal is not x:
+    if width < channels and goal is not x:
         steps.append(partial(goal[..., width:].copy_, x[..., width:]))
     return steps[0] if len(steps) == 1 else lambda: [step() for step in steps]
 
@@ -111,45 +115,49 @@ def _turn_real(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> None:
         torch.mul(b, cos[..., pairs], out=goal_b).add_(across_b)
 
 
-def correlate(y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor]:
-    """Sums of ``y_i g_i + y_j g_j`` and of ``y_i g_j - y_j g_i`` for each entry of the table, in the wide dtype.
+def angle_gradient(y: Tensor, gradient: Tensor, table: Table) -> Tensor:
+    """Sums of ``y_i g_j - y_j g_i`` for each entry of the table, in the wide dtype: the imaginary part of ``conj(y) g``.
 
-    `y` and its `gradient` are (..., N, head_dim); the sums run over what the table broadcasts over. The second is the
-    gradient of the angle.
+    `y` and its `gradient` are (..., N, head_dim); the sums run over what the table broadcasts over.
     """
     y, gradient = table.members(y), table.members(gradient)
     wide = table.wide(y)
     if y.device.type != "cpu" or table.layout != "interleaved":
-        return plain.correlate(y.to(wide), gradient.to(wide), table)
-    total = torch.zeros((1,) * (y.dim() - table.cos.dim()) + table.cos.shape, dtype=wide.to_complex(), device=y.device)
+        return plain.angle_gradient(y.to(wide), gradient.to(wide), table)
+    total = torch.zeros_like(table.cos, dtype=wide.to_complex())  # in the table's order of memory, which is that of y
+    whole = total[(None,) * (y.dim() - total.dim())]
     if y.dtype == gradient.dtype == wide and has_complex_view(y) and has_complex_view(gradient):
-        _add_products(complex_view(y), complex_view(gradient), total)
+        _add_products(complex_view(y), complex_view(gradient), whole)
     else:
-        _add_products(y, gradient, total)
-    total = total.view(table.cos.shape)
-    return total.real, total.imag
+        _add_products(y, gradient, whole)
+    return total.imag
 
 
 def _add_products(y: Tensor, gradient: Tensor, total: Tensor) -> None:
     """Add the sums of ``conj(y) gradient`` to `total`; both as complex numbers, or as what is to be copied to be seen so."""
-    size = y[0].numel() if y.dim() > 2 and len(y) else y.numel()  # of a sample, whose products need no sum
-    limit = min(BUFFER_BYTES, size * total.real.itemsize)
-    parts = list(_parts(y, gradient, (total,), limit))
-    wide = total.dtype if y.is_complex() else total.real.dtype
-    buffers = [_viewable(torch.empty_like(tensor, dtype=wide)) for tensor in parts[0][:2]]
-    for _, alike in groupby(parts, lambda part: part[0].shape):
-        first, *others = alike
-        own = [_corner(buffer, first[0]) for buffer in buffers]
-        product, factor = (tensor if y.is_complex() else complex_view(tensor) for tensor in own)
-        for of_y, of_gradient, (part,) in (first, *others):
-            # A pass over memory in the cache; PyTorch's lazy conjugate would take new memory each time.
-            if y.is_complex():
-                torch.conj_physical(of_y, out=product).mul_(of_gradient)
-            else:
-                own[0].copy_(of_y)
-                own[1].copy_(of_gradient)
-                product.conj_physical_().mul_(factor)
-            part.add_(product.sum_to_size(part.shape))
+    wide = total.dtype if y.is_complex() else total.dtype.to_real()
+    sample = y[0].numel() if y.dim() > 2 and len(y) else y.numel()  # its products need no sum
+    limit = min(BUFFER_BYTES // wide.itemsize, sample)
+    buffers: list[Tensor] = []
+    own: list[Tensor] = []
+    for of_y, of_gradient, (part,) in _parts(y, gradient, (total,), limit):
+        if not buffers:  # the first part is the largest
+            buffers = [_viewable(torch.empty_like(of_y, dtype=wide)) for _ in range(1 if y.is_complex() else 2)]
+        if not own or own[0].shape != of_y.shape:
+            own = [_corner(buffer, of_y) for buffer in buffers]
+            conjugate, *factor = own if y.is_complex() else [complex_view(tensor) for tensor in own]
+        # A pass over memory in the cache; PyTorch's lazy conjugate would take new memory each time.
+        if y.is_complex():
+            torch.conj_physical(of_y, out=conjugate)
+            factor = [of_gradient]
+        else:
+            own[0].copy_(of_y)
+            own[1].copy_(of_gradient)
+            conjugate.conj_physical_()
+        if part.shape == conjugate.shape:
+            part.addcmul_(conjugate, *factor)
+        else:
+            part.add_(conjugate.mul_(*factor).sum_to_size(part.shape))
 
 
 def _corner(buffer: Tensor, x: Tensor) -> Tensor:
@@ -157,11 +165,11 @@ def _corner(buffer: Tensor, x: Tensor) -> Tensor:
     return torch.as_strided(buffer, x.shape, buffer.stride())
 
 
-def complex_table(cos: Tensor, sin: Tensor, wide: torch.dtype, inverse: bool = False) -> Tensor:
-    """``cos + i sin``, or its conjugate; the table's own memory where that holds both by turns."""
-    if not inverse and cos.dtype == sin.dtype == wide and _by_turns(cos, sin):
+def complex_table(cos: Tensor, sin: Tensor, wide: torch.dtype) -> Tensor:
+    """``cos + i sin``; the table's own memory where that holds both by turns."""
+    if cos.dtype == sin.dtype == wide and _by_turns(cos, sin):
         return torch.view_as_complex(torch.as_strided(cos, (*cos.shape, 2), (*cos.stride(), 1)))
-    return torch.complex(cos.to(wide), -sin.to(wide) if inverse else sin.to(wide))
+    return torch.complex(cos.to(wide), sin.to(wide))
 
 
 def _by_turns(cos: Tensor, sin: Tensor) -> bool:
@@ -176,11 +184,9 @@ def _by_turns(cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def complex_view(x: Tensor, width: int | None = None) -> Tensor:
-    """The first `width` channels of (..., D) as complex numbers, (..., width / 2), in the same memory."""
-    if width is not None and width < x.shape[-1]:
-        x = x[..., :width]
-    return torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2))
+def complex_view(x: Tensor) -> Tensor:
+    """The channels of (..., 2 P) as complex numbers, (..., P), in the same memory."""
+    return x.view(x.dtype.to_complex())
 
 
 def has_complex_view(x: Tensor) -> bool:
@@ -193,19 +199,20 @@ def _viewable(x: Tensor) -> Tensor:
 
 
 def _parts(target: Tensor, source: Tensor, factors: Factors, limit: int) -> Iterator[tuple[Tensor, Tensor, Factors]]:
-    """Both tensors and the factors, in parts of `limit` bytes in the wide dtype: some samples, or tokens of one sample."""
-    total = source.numel() * factors[0].real.itemsize
-    if total <= limit:
+    """Both tensors and the factors, in parts of at most `limit` elements that lie together in the memory of `source`."""
+    if source.numel() <= limit:
         yield target, source, factors
         return
-    by_samples = source.dim() > 2 and source.shape[0] > 1
-    dim = -source.dim() if by_samples else -2
-    step = max(1, limit * source.shape[dim] // total)
-    targets, sources = torch.split(target, step, dim), torch.split(source, step, dim)
+    # samples, or tokens of one sample, or heads
+    sizes, strides = source.shape, source.stride()
+    dim = max(range(-len(sizes), -1), key=lambda dim: (sizes[dim] > 1, strides[dim]))
+    step = max(1, limit * sizes[dim] // source.numel())
     shared = all(factor.dim() < -dim or factor.shape[dim] == 1 for factor in factors)
+    sources = torch.split(source, step, dim)
+    targets = sources if target is source else torch.split(target, step, dim)
     for index, (goal, x) in enumerate(zip(targets, sources, strict=True)):
         own = factors if shared else tuple(factor.narrow(dim, index * step, x.shape[dim]) for factor in factors)
-        if by_samples:
-            yield from _parts(goal, x, own, limit)
-        else:
+        if step > 1 or x.numel() == source.numel():
             yield goal, x, own
+        else:
+            yield from _parts(goal, x, own, limit)

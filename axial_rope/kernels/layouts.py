@@ -22,6 +22,8 @@ class Table(NamedTuple):
         Which channels are pairs, see `axial_rope.rotation`. Channels from 2 P on are left as they are.
     prefix, suffix
         Tokens at the start and the end that are left as they are.
+    angle
+        What `cos` and `sin` were made of, if it is learned: their gradient goes to it.
     """
 
     cos: Tensor
@@ -30,6 +32,7 @@ class Table(NamedTuple):
     split: tuple[int, ...]
     prefix: int = 0
     suffix: int = 0
+    angle: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -38,7 +41,7 @@ class Table(NamedTuple):
 
     def inverse(self) -> Table:
         """The table of the negative angles."""
-        return self._replace(sin=-self.sin)
+        return self._replace(sin=-self.sin, angle=None)
 
     def wide(self, x: Tensor) -> torch.dtype:
         """The dtype of the arithmetic: float32, or float64 where `x` or the table has it."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from axial_rope.kernels.layouts import Table, join_pairs, split_pairs
 
-__all__ = ["correlate", "turn", "turn_packed", "turn_tokens"]
+__all__ = ["angle_gradient", "turn", "turn_packed", "turn_tokens"]
 
 
 def turn(x: Tensor, table: Table) -> Tensor:
@@ -40,9 +40,8 @@ def turn_packed(qkv: Tensor, table: Table, heads: int) -> tuple[Tensor, Tensor, 
     return turn(q, table), turn(k, table), v
 
 
-def correlate(y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor]:
-    """Sums of ``y_i g_i + y_j g_j`` and of ``y_i g_j - y_j g_i`` for each entry of the table; see `eager.correlate`."""
+def angle_gradient(y: Tensor, gradient: Tensor, table: Table) -> Tensor:
+    """Sums of ``y_i g_j - y_j g_i`` for each entry of the table, from all pairs, (..., N, 2 P); see `autograd`."""
     y_a, y_b = split_pairs(y, table.layout, table.split)
     g_a, g_b = split_pairs(gradient, table.layout, table.split)
-    shape = table.cos.shape
-    return (y_a * g_a + y_b * g_b).sum_to_size(shape), (y_a * g_b - y_b * g_a).sum_to_size(shape)
+    return (y_a * g_b - y_b * g_a).sum_to_size(table.cos.shape)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from axial_rope.kernels.layouts import Table
 
-__all__ = ["correlate", "in_place", "suits", "turn_into"]
+__all__ = ["angle_gradient", "in_place", "suits", "turn_into"]
 
 BLOCK = 1024  # pairs of one program
 PROGRAMS = 1024  # programs that keep a large device busy, for the sums
@@ -62,8 +62,7 @@ def _turn_kernel(
     target, source, cos, sin, N, prefix, suffix, L1, L2,
     t0, t1, t2, tn, tc, s0, s1, s2, sn, sc, c0, c1, c2, cn, cp, d0, d1, d2, dn, dp,
     FIRST: tl.constexpr, SECOND: tl.constexpr, P: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
-    SAME: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     lead = tl.program_id(0).to(tl.int64)
     i0, i1, i2 = lead // (L1 * L2), (lead // L2) % L1, lead % L2
@@ -79,8 +78,6 @@ def _turn_kernel(
     row = (n - prefix)[:, None]
     w = tl.load(cos + i0 * c0 + i1 * c1 + i2 * c2 + row * cn + p[None, :] * cp, mask=known, other=1.0).to(WIDE)
     v = tl.load(sin + i0 * d0 + i1 * d1 + i2 * d2 + row * dn + p[None, :] * dp, mask=known, other=0.0).to(WIDE)
-    if INVERSE:
-        v = -v
     new_a = tl.where(known, a * w - b * v, a).to(target.dtype.element_ty)
     new_b = tl.where(known, b * w + a * v, b).to(target.dtype.element_ty)
     if INTERLEAVED:
@@ -100,8 +97,8 @@ def _turn_kernel(
 
 
 @triton.jit
-def _correlate_kernel(
-    along, across, left, right, N, prefix, M1, M2, R0, R1, R2, SHARE,
+def _angle_kernel(
+    sums, left, right, N, prefix, M1, M2, R0, R1, R2, SHARE,
     y0, y1, y2, yn, yc, g0, g1, g2, gn, gc,
     FIRST: tl.constexpr, SECOND: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
@@ -112,8 +109,7 @@ def _correlate_kernel(
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     p = tl.arange(0, BLOCK_P).to(tl.int64)
     inside = n < N
-    real = tl.zeros((BLOCK_N, BLOCK_P), dtype=WIDE)
-    imaginary = tl.zeros((BLOCK_N, BLOCK_P), dtype=WIDE)
+    total = tl.zeros((BLOCK_N, BLOCK_P), dtype=WIDE)
     first = tl.program_id(2).to(tl.int64) * SHARE
     last = tl.minimum(first + SHARE, R0 * R1 * R2)
     for r in range(first, last):
@@ -123,13 +119,10 @@ def _correlate_kernel(
         row = n + prefix
         y_a, y_b = _load(y, row * yn, p, FIRST, SECOND, P, BLOCK_N, BLOCK_P, INTERLEAVED, yc, inside, WIDE)
         g_a, g_b = _load(g, row * gn, p, FIRST, SECOND, P, BLOCK_N, BLOCK_P, INTERLEAVED, gc, inside, WIDE)
-        real += y_a * g_a + y_b * g_b
-        imaginary += y_a * g_b - y_b * g_a
+        total += y_a * g_b - y_b * g_a
     start = (tl.program_id(2).to(tl.int64) * tl.num_programs(0) + lead) * N
     at = (start + n)[:, None] * P + p[None, :]
-    kept = inside[:, None] & (p < P)[None, :]
-    tl.store(along + at, real, mask=kept)
-    tl.store(across + at, imaginary, mask=kept)
+    tl.store(sums + at, total, mask=inside[:, None] & (p < P)[None, :])
 
 
 def suits(x: Tensor, table: Table) -> bool:
@@ -137,7 +130,7 @@ def suits(x: Tensor, table: Table) -> bool:
     return x.dim() <= 4 and (table.layout != "half_per_axis" or len(table.split) <= 3)
 
 
-def turn_into(target: Tensor, source: Tensor, table: Table, *, inverse: bool = False) -> None:
+def turn_into(target: Tensor, source: Tensor, table: Table) -> None:
     """Write `source`, turned, into `target`; both (..., N, head_dim) of one dtype, apart in memory or the same tensor."""
     if source.numel() == 0:
         return
@@ -152,12 +145,12 @@ def turn_into(target: Tensor, source: Tensor, table: Table, *, inverse: bool = F
         _turn_kernel[grid](
             goal, x, cos, sin, tokens, table.prefix, table.suffix, l1, l2,
             *goal.stride(), *x.stride(), *cos.stride(), *sin.stride(),
-            TAIL=tail, BLOCK_TAIL=triton.next_power_of_2(max(1, tail)), INVERSE=inverse, SAME=same, **options,
+            TAIL=tail, BLOCK_TAIL=triton.next_power_of_2(max(1, tail)), SAME=same, **options,
         )  # fmt: skip
 
 
-def correlate(y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor]:
-    """Sums of ``y_i g_i + y_j g_j`` and of ``y_i g_j - y_j g_i`` for each entry of the table; see `eager.correlate`."""
+def angle_gradient(y: Tensor, gradient: Tensor, table: Table) -> Tensor:
+    """Sums of ``y_i g_j - y_j g_i`` for each entry of the table; see `eager.angle_gradient`."""
     shape, wide = table.cos.shape, table.wide(y)
     y, gradient = _five(y), _five(gradient)
     lead = (1,) * (5 - len(shape)) + tuple(shape[:-2])
@@ -167,15 +160,15 @@ def correlate(y: Tensor, gradient: Tensor, table: Table) -> tuple[Tensor, Tensor
     blocks = triton.cdiv(shape[-2], options["BLOCK_N"])
     shares = max(1, min(rows, PROGRAMS // max(1, entries * blocks)))
     share = triton.cdiv(max(1, rows), shares)
-    along, across = y.new_zeros(2, shares, *shape, dtype=wide).unbind(0)
+    sums = y.new_zeros(shares, *shape, dtype=wide)
     if y.numel():
         # An entry of the table that isn't broadcast stands for itself, one that is for all rows of that dimension.
         with _device_of(y):
-            _correlate_kernel[(entries, blocks, shares)](
-                along, across, y, gradient, shape[-2], table.prefix, lead[1], lead[2], *times, share,
+            _angle_kernel[(entries, blocks, shares)](
+                sums, y, gradient, shape[-2], table.prefix, lead[1], lead[2], *times, share,
                 *y.stride(), *gradient.stride(), **options,
             )  # fmt: skip
-    return along.sum(0), across.sum(0)
+    return sums.sum(0)
 
 
 def _five(x: Tensor) -> Tensor:
