@@ -122,14 +122,13 @@ class RotaryEmbedding(nn.Module):
         ValueError
             If the family has tables for another number of blocks.
         """
-        rotation = self(positions)
+        rotation: Rotation = self(positions)
         own = getattr(self.family, "blocks", None)
         if own is None:
             return [rotation] * blocks
         if blocks > own:
             raise ValueError(f"family must have frequencies for {blocks} blocks: got blocks={own}")
-        rotations: list[Rotation] = rotation.unbind()[:blocks]
-        return rotations
+        return rotation.unbind()[:blocks]
 
     def extra_repr(self) -> str:
         return repr(self.family)

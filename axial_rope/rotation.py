@@ -162,7 +162,14 @@ class Rotation:
         split: Sequence[int] = (),
         blocks: int | None = None,
     ) -> Rotation:
-        """The rotation by `angle`, in radians: (N, P), (H, N, P), ..., as `cos` and `sin` have it.
+        """The rotation by given angles.
+
+        Parameters
+        ----------
+        angle
+            In radians, in the shape of `cos` and `sin`: (N, P), (H, N, P), ... for N tokens, P pairs, H heads.
+        head_dim, layout, split, blocks
+            As for `Rotation`, which raises the errors.
 
         Examples
         --------
@@ -170,7 +177,7 @@ class Rotation:
         tensor([[1.]])
         """
         rotation = cls(*kernels.cos_sin(angle), head_dim, layout, tuple(split), blocks)
-        return rotation._with_angle(angle if angle.requires_grad and not is_watched(angle) else None)
+        return rotation if is_watched(angle) else rotation._with_angle(angle)
 
     def inverse(self) -> Rotation:
         """The rotation by the negative angles."""
@@ -191,9 +198,8 @@ class Rotation:
         """
         if self.blocks is None:
             raise ValueError("rotation must have blocks in front: got blocks=None")
-        parts = (tuple(part.unbind(0)) for part in (self.cos, self.sin))
         angles = (None,) * self.blocks if self.angle is None else self.angle.unbind(0)
-        tables = zip(*parts, angles, strict=True)
+        tables = zip(self.cos.unbind(0), self.sin.unbind(0), angles, strict=True)
         return [replace(self, cos=cos, sin=sin, blocks=None)._with_angle(angle) for cos, sin, angle in tables]
 
     def slice(self, start: int, stop: int) -> Rotation:
@@ -205,8 +211,11 @@ class Rotation:
         return mapped._with_angle(None if self.angle is None else part(self.angle))
 
     def _with_angle(self, angle: Tensor | None) -> Rotation:
-        """Itself, newly made, with the angle of its tables: no argument, so that nobody replaces the tables alone."""
-        if angle is not None:
+        """Itself, newly made, with the angle of its tables if they are learned.
+
+        No argument of the constructor, so that nobody replaces the tables alone.
+        """
+        if angle is not None and self.cos.requires_grad:
             object.__setattr__(self, "angle", angle)
         return self
 

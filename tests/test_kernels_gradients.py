@@ -124,6 +124,7 @@ def test_a_fixed_rotation_has_no_angle():
     assert RotaryEmbedding(Axial(16))(grid_positions(2, 3)).angle is None
     with torch.no_grad():
         assert RotaryEmbedding(Mixed(16, heads=3))(grid_positions(2, 3)).angle is None
+        assert Rotation.from_angles(an_angle().requires_grad_(), 16).angle is None
     with pytest.raises(ValueError, match="rotation must have blocks in front: got blocks=None"):
         a_rotation().unbind()
 

@@ -74,12 +74,11 @@ def turn(x: Tensor, table: Table) -> Tensor:
     """`x`, (..., prefix + N + suffix, head_dim), turned in a new tensor."""
     if _override is not None:
         return _override(x, table)
-    learned = torch.is_grad_enabled() and (table.cos.requires_grad or table.sin.requires_grad)
-    if _is_transformed(x, table) or (learned and table.angle is None):
+    if _wants_plain(x, table):
         return plain.turn(x, table)
     backend = _memory_backend(x, table)
-    if learned or (x.requires_grad and torch.is_grad_enabled()):
-        y: Tensor = Turn.apply(x, table.angle if learned else None, table, backend)
+    if _is_recorded(x, table):
+        y: Tensor = Turn.apply(x, table.angle, table, backend)
         return y
     y = torch.empty_like(x)
     backend.turn_into(y, x, table)
@@ -94,23 +93,20 @@ def turn_packed(qkv: Tensor, table: Table, heads: int, *, overwrite: bool = Fals
     if _override is not None:
         q, k, v = (part.transpose(1, 2) for part in torch.unflatten(qkv, -1, (3, heads, -1)).unbind(2))
         return _override(q, table), _override(k, table), v
-    learned = torch.is_grad_enabled() and (table.cos.requires_grad or table.sin.requires_grad)
-    if _is_transformed(qkv, table) or (learned and table.angle is None):
+    if _wants_plain(qkv, table):
         return plain.turn_packed(qkv, table, heads)
     samples, tokens, channels = qkv.shape
     shape = (samples, tokens, 3, heads, channels // (3 * heads))
     backend = _memory_backend(qkv, table)
-    records = learned or (qkv.requires_grad and torch.is_grad_enabled())
-    base = _whole(qkv) if overwrite and (records or backend.in_place(qkv, table)) else None
-    if records:
+    recorded = _is_recorded(qkv, table)
+    base = _whole(qkv) if overwrite and (recorded or backend.in_place(qkv, table)) else None
+    if recorded:
         of = qkv if base is None else base
-        _, q, k, v = TurnPacked.apply(of, table.angle if learned else None, shape, table, backend, base is not None)
+        _, q, k, v = TurnPacked.apply(of, table.angle, shape, table, backend, base is not None)
         return q, k, v
     if base is None:
-        (q, k), v = turn_apart(qkv, shape, table, backend, copy_values=False)
-    else:
-        q, k, v = turn_in_place(base, shape, table, backend).unbind(0)
-    return q, k, v
+        return turn_apart(qkv, shape, table, backend, copy_values=False)
+    return turn_in_place(base, shape, table, backend)
 
 
 def _whole(qkv: Tensor) -> Tensor | None:
@@ -153,7 +149,15 @@ def _triton_backend() -> Any:
     return triton_backend
 
 
-def _is_transformed(x: Tensor, table: Table) -> bool:
+def _is_recorded(x: Tensor, table: Table) -> bool:
+    """Whether autograd has to know of it; of learned tables only those with an angle come this far."""
+    return torch.is_grad_enabled() and (x.requires_grad or table.angle is not None)
+
+
+def _wants_plain(x: Tensor, table: Table) -> bool:
+    """Whether it has to be plain arithmetic: something looks on, or cosines and sines are learned without an angle."""
     parts = (table.cos, table.sin)
     # A part of a lazily conjugated table isn't what its memory says; asked last, since compilers can't.
-    return is_watched(x) or any(type(part) not in (Tensor, torch.nn.Parameter) or part.is_neg() for part in parts)
+    if is_watched(x) or any(type(part) not in (Tensor, torch.nn.Parameter) or part.is_neg() for part in parts):
+        return True
+    return table.angle is None and torch.is_grad_enabled() and any(part.requires_grad for part in parts)

@@ -55,10 +55,12 @@ class CosSin(Function):
 
 def _cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
     """They lie by turns in memory, as complex numbers do, and the heads of a token side by side, as in q and k."""
-    by_tokens = angle.transpose(-3, -2) if angle.dim() > 2 else angle  # (..., N, heads, P)
-    memory = angle.new_empty(*by_tokens.shape, 2)
-    memory = memory.transpose(-4, -3) if angle.dim() > 2 else memory
-    cos, sin = _tensors_of(memory.movedim(-1, 0))
+    *lead, tokens, pairs = angle.shape
+    if lead:
+        memory = angle.new_empty(*lead[:-1], tokens, lead[-1], pairs, 2).transpose(-4, -3)
+    else:
+        memory = angle.new_empty(tokens, pairs, 2)
+    cos, sin = _own_tensors(memory.unbind(-1))
     torch.cos(angle, out=cos)
     torch.sin(angle, out=sin)
     return cos, sin
@@ -85,7 +87,7 @@ class Turn(Function):
             else:
                 dx = torch.empty_like(gradient)
                 ctx.backend.turn_into(dx, gradient, back)
-        return dx, _angle_gradient(ctx, back, outputs, (gradient,)), None, None
+        return dx, _angle_gradient(ctx, back, is_open, outputs, (gradient,)), None, None
 
 
 class TurnPacked(Function):
@@ -112,8 +114,8 @@ class TurnPacked(Function):
             ctx.mark_dirty(base)
             parts = turn_in_place(base, shape, table, backend)
         else:
-            parts, _ = turn_apart(base, shape, table, backend, copy_values=True)
-        q, k, v = _tensors_of(parts)
+            parts = turn_apart(base, shape, table, backend, copy_values=True)
+        q, k, v = _own_tensors(parts)
         _keep(ctx, angle, table, backend, q, k)
         return base if in_place else None, q, k, v
 
@@ -128,7 +130,7 @@ class TurnPacked(Function):
         if ctx.needs_input_grad[0] and any(gradient is not None for gradient in gradients):
             packed = _plain_gradient if is_open else _packed_gradient
             dbase = packed(ctx, back, gradients).reshape(ctx.base_shape)
-        return dbase, _angle_gradient(ctx, back, outputs, gradients[:2]), None, None, None, None
+        return dbase, _angle_gradient(ctx, back, is_open, outputs, gradients[:2]), None, None, None, None
 
 
 def _in_the_open(*gradients: Tensor | None) -> bool:
@@ -136,42 +138,35 @@ def _in_the_open(*gradients: Tensor | None) -> bool:
     return torch.is_grad_enabled() or any(gradient is not None and is_watched(gradient) for gradient in gradients)
 
 
-def turn_in_place(base: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend) -> Tensor:
-    """Turn q and k in the memory of a contiguous tensor that holds (B, N, 3, heads, head_dim).
-
-    Returns q, k and v as a view of it, (3, B, heads, N, head_dim).
-    """
-    parts = base.view(shape).permute(2, 0, 3, 1, 4)
+def turn_in_place(
+    base: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as views of a contiguous tensor that holds (B, N, 3, heads, head_dim), q and k turned there."""
+    parts = base.view(shape).permute(2, 0, 3, 1, 4)  # (3, B, heads, N, head_dim)
     both = parts[:2]
     backend.turn_into(both, both, table)
-    return parts
+    q, k, v = parts.unbind(0)
+    return q, k, v
 
 
 def turn_apart(
     qkv: Tensor, shape: tuple[int, ...], table: Table, backend: MemoryBackend, *, copy_values: bool
-) -> tuple[Tensor, Tensor]:
-    """q and k, turned, and v if it is to be copied, in new memory: (2 or 3, B, heads, N, head_dim); and v."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k, turned, and v if it is to be copied, as views of new memory."""
     samples, tokens, _, heads, channels = shape
-    parts = qkv.reshape(shape).permute(2, 0, 3, 1, 4)
+    parts = qkv.reshape(shape).permute(2, 0, 3, 1, 4)  # (3, B, heads, N, head_dim)
     # Heads next to each other for each token: PyTorch's attention gives its output in the order of q, and there it is merged
     # without a copy.
     memory = qkv.new_empty(3 if copy_values else 2, samples, tokens, heads, channels).transpose(2, 3)
     backend.turn_into(memory[:2], parts[:2], table)
-    if not copy_values:
-        return memory, parts[2]
-    return memory, memory[2].copy_(parts[2])
+    return memory[0], memory[1], memory[2].copy_(parts[2]) if copy_values else parts[2]
 
 
-def _tensors_of(parts: Tensor) -> tuple[Tensor, ...]:
-    """Its parts as tensors in their own right, which for autograd aren't views: a change of one isn't a change of all."""
-    start, step, *stride = parts.storage_offset(), *parts.stride()
-    return tuple(_tensor_at(parts, start + index * step, parts.shape[1:], stride) for index in range(len(parts)))
-
-
-def _tensor_at(memory: Tensor, start: Any, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """A tensor in its own right in the storage of `memory`."""
-    part: Tensor = memory.new_empty(0).set_(memory.untyped_storage(), start, size, stride)
-    return part
+def _own_tensors(views: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same memory in tensors that aren't views for autograd, which would take a change of one for a change of all."""
+    return tuple(
+        view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride()) for view in views
+    )
 
 
 def _packed_gradient(ctx: Any, back: Table, gradients: tuple[Tensor | None, ...]) -> Tensor:
@@ -221,7 +216,7 @@ def _versions(table: Table) -> tuple[int, ...]:
 
 
 def _angle_gradient(
-    ctx: Any, table: Table, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+    ctx: Any, table: Table, is_open: bool, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
 ) -> Tensor | None:
     """The gradient of the angle from the outputs and their gradients; see the head of this file."""
     if not ctx.needs_input_grad[1]:
@@ -230,7 +225,7 @@ def _angle_gradient(
     for y, gradient in zip(outputs, gradients, strict=True):
         if gradient is None:
             continue
-        if _in_the_open(gradient):
+        if is_open:
             wide = table.wide(y)
             part = plain.angle_gradient(table.members(y).to(wide), table.members(gradient).to(wide), table)
         else:

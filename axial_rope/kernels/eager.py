@@ -67,13 +67,14 @@ def _turn_by_parts(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> N
     is_cut_by_threads = table.layout == "interleaved" and torch.get_num_threads() > 1
     wide = table.wide(x)
     limit = sys.maxsize if is_cut_by_threads else BUFFER_BYTES // wide.itemsize
-    buffer, own, turn, own_factors = None, x, None, factors
-    for part, of_x, of_factors in _parts(goal, x, factors, limit):
-        if buffer is None:  # the first part is the largest
-            buffer = _viewable(torch.empty_like(of_x, dtype=wide))
-        if turn is None or own.shape != of_x.shape or own_factors is not of_factors:
+    parts = list(_parts(goal, x, factors, limit))
+    buffer = own = _viewable(torch.empty_like(parts[0][1], dtype=wide))  # the first part is the largest
+    own_factors = parts[0][2]
+    turn = _wide_turn(own, own, own_factors, table)
+    for part, of_x, of_factors in parts:
+        if own.shape != of_x.shape or own_factors is not of_factors:
             own, own_factors = _corner(buffer, of_x), of_factors
-            turn = _wide_turn(own, own, of_factors, table)
+            turn = _wide_turn(own, own, own_factors, table)
         own.copy_(of_x)
         turn()
         part.copy_(own)
@@ -87,21 +88,19 @@ def _factors(table: Table, wide: torch.dtype) -> Factors:
 
 def _wide_turn(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> Callable[[], Any]:
     """What turns the memory of `x` into that of `goal`, both in the wide dtype."""
-    start, width, channels = 0, table.width, x.shape[-1]
+    start, width = 0, table.width
     steps: list[Callable[[], Any]] = []
     if table.layout == "interleaved":
         start = width - width % 32
-        if start == channels:
-            pairs = complex_view(x)
-            return partial(torch.mul, pairs, factors[0], out=pairs if goal is x else complex_view(goal))
         if start:
-            pairs, goal_pairs = (complex_view(tensor[..., :start]) for tensor in (x, goal))
+            pairs = complex_view(x, start)
+            goal_pairs = pairs if goal is x else complex_view(goal, start)
             steps.append(partial(torch.mul, pairs, factors[0][..., : start // 2], out=goal_pairs))
         if start < width:
             factors = torch.view_as_real(factors[0][..., start // 2 :]).unbind(-1)
     if start < width:
         steps.append(partial(_turn_real, goal[..., start:width], x[..., start:width], factors, table))
-    if width < channels and goal is not x:
+    if width < x.shape[-1] and goal is not x:
         steps.append(partial(goal[..., width:].copy_, x[..., width:]))
     return steps[0] if len(steps) == 1 else lambda: [step() for step in steps]
 
@@ -138,26 +137,28 @@ def _add_products(y: Tensor, gradient: Tensor, total: Tensor) -> None:
     wide = total.dtype if y.is_complex() else total.dtype.to_real()
     sample = y[0].numel() if y.dim() > 2 and len(y) else y.numel()  # its products need no sum
     limit = min(BUFFER_BYTES // wide.itemsize, sample)
-    buffers: list[Tensor] = []
+    parts = list(_parts(y, gradient, (total,), limit))
+    # The first part is the largest. Complex gradients are taken where they lie.
+    copied = parts[0][:1] if y.is_complex() else parts[0][:2]
+    buffers = [_viewable(torch.empty_like(tensor, dtype=wide)) for tensor in copied]
     own: list[Tensor] = []
-    for of_y, of_gradient, (part,) in _parts(y, gradient, (total,), limit):
-        if not buffers:  # the first part is the largest
-            buffers = [_viewable(torch.empty_like(of_y, dtype=wide)) for _ in range(1 if y.is_complex() else 2)]
+    for of_y, of_gradient, (part,) in parts:
         if not own or own[0].shape != of_y.shape:
             own = [_corner(buffer, of_y) for buffer in buffers]
-            conjugate, *factor = own if y.is_complex() else [complex_view(tensor) for tensor in own]
+            conjugate, *others = own if y.is_complex() else [complex_view(tensor) for tensor in own]
         # A pass over memory in the cache; PyTorch's lazy conjugate would take new memory each time.
         if y.is_complex():
             torch.conj_physical(of_y, out=conjugate)
-            factor = [of_gradient]
+            factor = of_gradient
         else:
             own[0].copy_(of_y)
             own[1].copy_(of_gradient)
             conjugate.conj_physical_()
+            factor = others[0]
         if part.shape == conjugate.shape:
-            part.addcmul_(conjugate, *factor)
+            part.addcmul_(conjugate, factor)
         else:
-            part.add_(conjugate.mul_(*factor).sum_to_size(part.shape))
+            part.add_(conjugate.mul_(factor).sum_to_size(part.shape))
 
 
 def _corner(buffer: Tensor, x: Tensor) -> Tensor:
@@ -184,8 +185,10 @@ def _by_turns(cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def complex_view(x: Tensor) -> Tensor:
-    """The channels of (..., 2 P) as complex numbers, (..., P), in the same memory."""
+def complex_view(x: Tensor, width: int | None = None) -> Tensor:
+    """The first `width` channels of (..., D) as complex numbers, (..., width / 2), in the same memory."""
+    if width is not None and width < x.shape[-1]:
+        x = x[..., :width]
     return x.view(x.dtype.to_complex())
 
 
