@@ -176,7 +176,7 @@ class Rotation:
         >>> Rotation.from_angles(torch.tensor([[0.0]]), head_dim=2).cos
         tensor([[1.]])
         """
-        rotation = cls(*kernels.cos_sin(angle), head_dim, layout, tuple(split), blocks)
+        rotation = cls(*kernels.cos_sin(angle, layout), head_dim, layout, tuple(split), blocks)
         return rotation if is_watched(angle) else rotation._with_angle(angle)
 
     def inverse(self) -> Rotation:

@@ -92,9 +92,20 @@ def test_a_learned_embedding_keeps_its_angles_once():
     memory = {rotation.angle.untyped_storage().data_ptr() for rotation in rotations}
     assert len(memory) == 1 and [rotation.angle.shape for rotation in rotations] == [(3, 6, 8)] * 2
     double = rope.double()
-    angle = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(kernels.cos_sin, (angle,)) and gradgradcheck(kernels.cos_sin, (angle,))
     assert torch.equal(double(grid_positions(2, 3)).cos, double(grid_positions(2, 3)).cos)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3, 4)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cosines_and_sines_lie_as_the_layout_wants_them(layout, shape):
+    angle = an_angle(shape, 8, torch.float64).requires_grad_()
+    assert gradcheck(kernels.cos_sin, (angle, layout)) and gradgradcheck(kernels.cos_sin, (angle, layout))
+    cos, sin = kernels.cos_sin(angle, layout)
+    assert torch.equal(cos, angle.cos()) and torch.equal(sin, angle.sin())
+    by_turns = layout == "interleaved"
+    assert cos.stride(-1) == sin.stride(-1) == (2 if by_turns else 1)
+    assert (sin.data_ptr() == cos.data_ptr() + cos.element_size()) is by_turns
+    assert len(shape) == 1 or cos.stride(-3) < cos.stride(-2)  # the heads of a token lie together
 
 
 @pytest.mark.parametrize("change", ["itself", "inverse", "block", "slice", "unbind", "replace"])

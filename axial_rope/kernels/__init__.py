@@ -62,11 +62,11 @@ def use_rotation(function: Override) -> Iterator[None]:
         _override = before
 
 
-def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of angles, in memory that suits the backends."""
+def cos_sin(angle: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of angles, in memory that suits the backends for that layout of the pairs."""
     if is_watched(angle):
         return angle.cos(), angle.sin()
-    cos, sin = CosSin.apply(angle)
+    cos, sin = CosSin.apply(angle, layout)
     return cos, sin
 
 

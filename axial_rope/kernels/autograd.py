@@ -42,25 +42,22 @@ class CosSin(Function):
     """Angles -> cosines and sines, in memory that suits the backends. They aren't kept, the angles are."""
 
     @staticmethod
-    def forward(ctx: Any, angle: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, angle: Tensor, layout: str) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(angle)
-        return _cos_sin(angle)
+        return _cos_sin(angle, layout)
 
     @staticmethod
-    def backward(ctx: Any, of_cos: Tensor, of_sin: Tensor) -> Tensor:
+    def backward(ctx: Any, of_cos: Tensor, of_sin: Tensor) -> tuple[Tensor, None]:
         (angle,) = ctx.saved_tensors
-        gradient: Tensor = of_sin * angle.cos() - of_cos * angle.sin()
-        return gradient
+        return of_sin * angle.cos() - of_cos * angle.sin(), None
 
 
-def _cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """They lie by turns in memory, as complex numbers do, and the heads of a token side by side, as in q and k."""
+def _cos_sin(angle: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """For pairs side by side they lie by turns, as in complex numbers; the heads of a token lie together, as in q and k."""
     *lead, tokens, pairs = angle.shape
-    if lead:
-        memory = angle.new_empty(*lead[:-1], tokens, lead[-1], pairs, 2).transpose(-4, -3)
-    else:
-        memory = angle.new_empty(tokens, pairs, 2)
-    cos, sin = _own_tensors(memory.unbind(-1))
+    shape = (*lead[:-1], tokens, *lead[-1:], pairs)
+    parts = angle.new_empty(*shape, 2).unbind(-1) if layout == "interleaved" else angle.new_empty(2, *shape).unbind(0)
+    cos, sin = _own_tensors([part.transpose(-3, -2) for part in parts] if lead else parts)
     torch.cos(angle, out=cos)
     torch.sin(angle, out=sin)
     return cos, sin
@@ -204,7 +201,7 @@ def _kept(ctx: Any, is_open: bool) -> tuple[Table, tuple[Tensor, ...]]:
     """The table of the negative angles, and the outputs if their angle is learned."""
     if ctx.learned:
         angle, *outputs = ctx.saved_tensors
-        cos, sin = ((-angle).cos(), (-angle).sin()) if is_open else _cos_sin(-angle)
+        cos, sin = ((-angle).cos(), (-angle).sin()) if is_open else _cos_sin(-angle, ctx.table.layout)
         return ctx.table._replace(cos=cos, sin=sin), tuple(outputs)
     if _versions(ctx.table) != ctx.versions:
         raise RuntimeError("cos and sin must stay as they are until the backward pass: they were changed in place")

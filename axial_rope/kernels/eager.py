@@ -51,16 +51,17 @@ def turn_into(target: Tensor, source: Tensor, table: Table) -> None:
         return
     wide = table.wide(x)
     factors = _factors(table, wide)
-    if x.dtype == wide and (
-        table.layout != "interleaved" or (has_complex_view(x) and (goal is x or has_complex_view(goal)))
-    ):
+    if x.dtype == wide and table.layout != "interleaved":
+        for part, of_x, own_factors in _parts(goal, x, factors, BUFFER_BYTES // wide.itemsize):
+            _wide_turn(part, of_x, own_factors, table)()  # several passes over memory, which stays in the cache
+    elif x.dtype == wide and has_complex_view(x) and (goal is x or has_complex_view(goal)):
         _wide_turn(goal, x, factors, table)()
     else:
-        _turn_by_parts(goal, x, factors, table)
+        _turn_in_buffer(goal, x, factors, table)
 
 
-def _turn_by_parts(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> None:
-    """`x` turned into `goal` through a buffer in the wide dtype.
+def _turn_in_buffer(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> None:
+    """`x` turned into `goal`, part by part, through a buffer in the wide dtype.
 
     New memory, and views of it, for each part would take as long as the rotation.
     """
