@@ -59,15 +59,16 @@ def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
     >>> angles(torch.tensor([[2.0, 3.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.5]])).tolist()
     [[2.0, 1.5]]
     """
+    has_heads = frequencies.dim() > 2
+    rows = (frequencies if has_heads else frequencies[:, None]).unsqueeze(-3)  # (A, 1, H, P) or (A, L, 1, H, P)
+    if positions.dim() == 3 and rows.dim() == 5:
+        rows = rows[:, :, None]  # (A, L, 1, 1, H, P)
     columns = positions.unbind(-1)  # A x (N,) or (B, N)
-    if positions.dim() == 3:
-        columns = tuple(column[:, None] for column in columns)  # A x (B, 1, N)
-        if frequencies.dim() == 4:
-            frequencies = frequencies[:, :, None]  # (A, L, 1, H, P)
-    total = columns[0][..., None] * frequencies[0].unsqueeze(-2)
-    for column, row in zip(columns[1:], frequencies[1:], strict=True):
-        total = total + column[..., None] * row.unsqueeze(-2)
-    return total
+    total = columns[0][..., None, None] * rows[0]
+    for column, row in zip(columns[1:], rows[1:], strict=True):
+        total = total + column[..., None, None] * row
+    # The heads of a token lie together in memory, as in q and k.
+    return total.transpose(-3, -2) if has_heads or positions.dim() == 3 else total[:, 0]
 
 
 def period_angles(positions: Tensor, periods: Tensor) -> Tensor:

@@ -174,6 +174,18 @@ def test_angle_shapes():
     assert angles(batch, blocks).shape == (6, 7, 3, 5, 4)
 
 
+@pytest.mark.parametrize("lead", [(), (7,)])
+@pytest.mark.parametrize("blocks", [(), (6,)])
+def test_angles_equal_a_loop_and_the_heads_of_a_token_lie_together(lead, blocks):
+    generator = torch.Generator().manual_seed(2)
+    positions = torch.randn(*lead, 5, 3, generator=generator)
+    frequencies = torch.randn(3, *blocks, 2, 4, generator=generator)
+    found = angles(positions, frequencies)
+    expected = torch.einsum("a...hp,...na->...hnp" if not (lead and blocks) else "alhp,bna->lbhnp", frequencies, positions)
+    torch.testing.assert_close(found, expected)
+    assert found.stride(-3) == 4 and found.stride(-2) == 8
+
+
 def test_angles_are_float32_products():
     """Pitfall A1: position 1857 at pair 1 of dim 32, base 1e4 turns by 1044.268."""
     rope = RotaryEmbedding(Axial(32, axes=1))

@@ -53,13 +53,10 @@ class CosSin(Function):
 
 
 def _cos_sin(angle: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """For pairs side by side they lie by turns, as in complex numbers; the heads of a token lie together, as in q and k."""
-    *lead, tokens, pairs = angle.shape
-    shape = (*lead[:-1], tokens, *lead[-1:], pairs)
-    parts = angle.new_empty(*shape, 2).unbind(-1) if layout == "interleaved" else angle.new_empty(2, *shape).unbind(0)
-    cos, sin = _own_tensors([part.transpose(-3, -2) for part in parts] if lead else parts)
-    torch.cos(angle, out=cos)
-    torch.sin(angle, out=sin)
+    """In the order of the angles in memory; by turns for pairs that lie side by side, as in complex numbers."""
+    cos, sin = angle.cos(), angle.sin()
+    if layout == "interleaved" and angle.dtype in (torch.float32, torch.float64):
+        cos, sin = _own_tensors(torch.view_as_real(torch.complex(cos, sin)).unbind(-1))
     return cos, sin
 
 
