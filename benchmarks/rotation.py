@@ -28,6 +28,7 @@ def rotation_cases(grid: tuple[int, int], batch: int, dtype: torch.dtype, device
     family = Axial(HEAD_DIM, base=100.0)
     rotation = RotaryEmbedding(family).to(device)(grid_positions(*grid, device=device))
     mixed = RotaryEmbedding(Mixed(HEAD_DIM, heads=HEADS)).to(device)(grid_positions(*grid, device=device))
+    half = RotaryEmbedding(Axial(HEAD_DIM, base=100.0, layout="half")).to(device)(grid_positions(*grid, device=device))
     mixed = Rotation(mixed.cos.detach(), mixed.sin.detach(), HEAD_DIM)
     qkv = torch.randn(batch, tokens, 3 * HEADS * HEAD_DIM, device=device).to(dtype)
     q, k = qkv.unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)[:2]
@@ -36,6 +37,7 @@ def rotation_cases(grid: tuple[int, int], batch: int, dtype: torch.dtype, device
         "copy of q and k": lambda: (copies[0].clone(), copies[1].clone()),
         "ours, packed": lambda: rotate_packed(qkv, rotation, HEADS, prefix_tokens=1, overwrite=True),
         "ours, packed, mixed": lambda: rotate_packed(qkv, mixed, HEADS, prefix_tokens=1, overwrite=True),
+        "ours, packed, half layout": lambda: rotate_packed(qkv, half, HEADS, prefix_tokens=1, overwrite=True),
         "ours, separate": lambda: (rotate(q, rotation, prefix_tokens=1), rotate(k, rotation, prefix_tokens=1)),
     }
     for name, turn in others(rotation, device).items():
