@@ -152,8 +152,12 @@ def turn_apart(
     # Heads next to each other for each token: PyTorch's attention gives its output in the order of q, and there it is merged
     # without a copy.
     memory = qkv.new_empty(3 if copy_values else 2, samples, tokens, heads, channels).transpose(2, 3)
-    backend.turn_into(memory[:2], parts[:2], table)
-    return memory[0], memory[1], memory[2].copy_(parts[2]) if copy_values else parts[2]
+    backend.turn_into(memory[:2] if copy_values else memory, parts[:2], table)
+    if not copy_values:
+        return memory[0], memory[1], parts[2]
+    memory[2].copy_(parts[2])
+    q, k, v = memory.unbind(0)
+    return q, k, v
 
 
 def _own_tensors(views: Sequence[Tensor]) -> tuple[Tensor, ...]:

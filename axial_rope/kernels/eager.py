@@ -96,23 +96,28 @@ def _wide_turn(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> Calla
         if start:
             pairs = complex_view(x, start)
             goal_pairs = pairs if goal is x else complex_view(goal, start)
-            steps.append(partial(torch.mul, pairs, factors[0][..., : start // 2], out=goal_pairs))
+            steps.append(partial(torch.mul, pairs, _channels(factors[0], 0, start // 2), out=goal_pairs))
         if start < width:
             factors = torch.view_as_real(factors[0][..., start // 2 :]).unbind(-1)
     if start < width:
-        steps.append(partial(_turn_real, goal[..., start:width], x[..., start:width], factors, table))
+        steps.append(partial(_turn_real, _channels(goal, start, width), _channels(x, start, width), factors, table))
     if width < x.shape[-1] and goal is not x:
         steps.append(partial(goal[..., width:].copy_, x[..., width:]))
     return steps[0] if len(steps) == 1 else lambda: [step() for step in steps]
 
 
 def _turn_real(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> None:
-    cos, sin = factors
     goals, members = (pair_views(tensor, table.layout, table.split) for tensor in (goal, x))
     for (goal_a, goal_b, pairs), (a, b, _) in zip(goals, members, strict=True):
-        across_a, across_b = b * sin[..., pairs], a * sin[..., pairs]
-        torch.mul(a, cos[..., pairs], out=goal_a).sub_(across_a)
-        torch.mul(b, cos[..., pairs], out=goal_b).add_(across_b)
+        cos, sin = (_channels(factor, pairs.start, pairs.stop) for factor in factors)
+        across_a, across_b = b * sin, a * sin
+        torch.mul(a, cos, out=goal_a).sub_(across_a)
+        torch.mul(b, cos, out=goal_b).add_(across_b)
+
+
+def _channels(x: Tensor, start: int, stop: int) -> Tensor:
+    """``x[..., start:stop]``; `x` itself where that is all of it, since a view takes as long as the turn of a few tokens."""
+    return x if stop - start == x.shape[-1] else x[..., start:stop]
 
 
 def angle_gradient(y: Tensor, gradient: Tensor, table: Table) -> Tensor:
@@ -188,9 +193,7 @@ def _by_turns(cos: Tensor, sin: Tensor) -> bool:
 
 def complex_view(x: Tensor, width: int | None = None) -> Tensor:
     """The first `width` channels of (..., D) as complex numbers, (..., width / 2), in the same memory."""
-    if width is not None and width < x.shape[-1]:
-        x = x[..., :width]
-    return x.view(x.dtype.to_complex())
+    return (x if width is None else _channels(x, 0, width)).view(x.dtype.to_complex())
 
 
 def has_complex_view(x: Tensor) -> bool:

@@ -48,18 +48,24 @@ class Table(NamedTuple):
         return torch.promote_types(torch.promote_types(x.dtype, self.cos.dtype), torch.float32)
 
     def turned(self, x: Tensor) -> Tensor:
-        """A view of the turned tokens of `x`, (..., prefix + N + suffix, head_dim)."""
-        return x[..., self.prefix : x.shape[-2] - self.suffix, :]
+        """A view of the turned tokens of `x`, (..., prefix + N + suffix, head_dim); `x` itself where that is all of it."""
+        if not self.prefix and not self.suffix:
+            return x
+        return x.narrow(-2, self.prefix, x.shape[-2] - self.prefix - self.suffix)
 
     def members(self, x: Tensor) -> Tensor:
         """A view of all pairs of the turned tokens of `x`, (..., N, 2 P); `x` itself where that is all of it."""
-        turned = self.turned(x) if self.prefix or self.suffix else x
+        turned = self.turned(x)
         return turned if self.width == x.shape[-1] else turned[..., : self.width]
 
     def kept(self, x: Tensor) -> list[Tensor]:
-        """Views of the tokens that are left as they are."""
-        ends = (x[..., : self.prefix, :], x[..., x.shape[-2] - self.suffix :, :])
-        return [end for end, tokens in zip(ends, (self.prefix, self.suffix), strict=True) if tokens]
+        """Views of the tokens that are left as they are: the prefix and the suffix, if there are any."""
+        ends = []
+        if self.prefix:
+            ends.append(x.narrow(-2, 0, self.prefix))
+        if self.suffix:
+            ends.append(x.narrow(-2, x.shape[-2] - self.suffix, self.suffix))
+        return ends
 
 
 def split_pairs(x: Tensor, layout: str, split: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -97,4 +103,4 @@ def pair_views(x: Tensor, layout: str, split: Sequence[int]) -> list[tuple[Tenso
             start += pairs
         return views
     a, b = split_pairs(x, layout, split)
-    return [(a, b, slice(None))]
+    return [(a, b, slice(0, a.shape[-1]))]
