@@ -114,9 +114,6 @@ class Rotation:
         Pairs of each axis in the order in which they stand in the head (only "half_per_axis" depends on it).
     blocks
         Number of blocks whose tables stand in front, or None; `block` gives the rotation of one, which can rotate.
-    angle
-        The angles, where they are learned and `from_angles` made the tables: gradients go to them directly, at a fraction
-        of the time and memory. ``dataclasses.replace`` leaves them away.
 
     Raises
     ------
@@ -130,7 +127,8 @@ class Rotation:
     layout: str = "interleaved"
     split: tuple[int, ...] = ()
     blocks: int | None = None
-    angle: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    # The angles, cos and sin, and how often each had been changed in place.
+    _learned: tuple[tuple[Tensor, int], ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
@@ -153,6 +151,17 @@ class Rotation:
     def tokens(self) -> int:
         """Number of rotated tokens N."""
         return self.cos.shape[-2]
+
+    @property
+    def angle(self) -> Tensor | None:
+        """The angles, where they are learned and `from_angles` made the tables; else None.
+
+        Gradients go to them directly, at a fraction of the time and memory. ``dataclasses.replace`` leaves them away, and so
+        does a change of the angles, `cos` or `sin` in place. Compilers are shown `cos` and `sin` alone.
+        """
+        if not self._learned or torch.compiler.is_compiling():
+            return None
+        return self._learned[0][0] if all(part._version == version for part, version in self._learned) else None
 
     @classmethod
     def from_angles(
@@ -217,7 +226,8 @@ class Rotation:
         No argument of the constructor, so that nobody replaces the tables alone.
         """
         if angle is not None and self.cos.requires_grad:
-            object.__setattr__(self, "angle", angle)
+            learned = tuple((tensor, tensor._version) for tensor in (angle, self.cos, self.sin))
+            object.__setattr__(self, "_learned", learned)
         return self
 
 

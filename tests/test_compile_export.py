@@ -82,6 +82,23 @@ def test_inductor_agrees_with_eager_to_a_unit_in_the_last_place():
         assert ulps(fused, eager) <= (1 if index < len(out) else 2)  # the gradients are sums over both layouts
 
 
+def test_a_compiled_function_takes_a_learned_rotation():
+    torch._dynamo.reset()
+    rope = RotaryEmbedding(Mixed(16, heads=3, blocks=2))
+    rotation = rope.per_block(grid_positions(2, 3), 2)[1]
+    x = torch.randn(2, 3, 7, 16, dtype=torch.float64)
+
+    def turn(x, rotation):
+        return rotate(x, rotation.inverse(), prefix_tokens=1).square().cumsum(-1).sum()
+
+    gradients = [
+        torch.autograd.grad(function(x, rotation), rope.frequencies, retain_graph=True)[0]
+        for function in (turn, torch.compile(turn, backend="aot_eager", fullgraph=True))
+    ]
+    assert gradients[0].abs().max() > 0.1
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_graph_for_any_grid(name):
     torch._dynamo.reset()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_helpers import LAYOUTS, SHAPES, a_rotation, a_tensor, reference, split_packed
+from kernel_helpers import LAYOUTS, SHAPES, a_rotation, a_tensor, an_angle, reference, split_packed
 
 from axial_rope import Axial, Mixed, RotaryEmbedding, Rotation, grid_positions, rotate, rotate_packed
 from axial_rope.kernels import Table, eager, plain, use_rotation
@@ -249,3 +249,21 @@ def test_lazily_conjugated_parts():
         assert torch.equal(rotate(x, lazy), rotate(x, resolved))
     x = torch.complex(a_tensor(6, 32), a_tensor(6, 32)).conj().imag
     assert torch.equal(rotate(x, resolved), rotate(x.resolve_neg(), resolved))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)])
+def test_a_table_gives_the_same_bits_in_any_order_of_memory(order, layout):
+    angle = an_angle((2, 3, 70), 32)
+    permuted = angle.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
+    x, qkv = a_tensor(2, 3, 72, 64).bfloat16(), a_tensor(2, 72, 9 * 64).bfloat16()
+    split = (12, 20) if layout == "half_per_axis" else (32,)
+    expected = rotate(x.float(), Rotation.from_angles(angle, 64, layout, split), prefix_tokens=2)
+    for rotation in (
+        Rotation.from_angles(permuted, 64, layout, split),
+        Rotation(permuted.cos(), permuted.sin(), 64, layout, split),
+    ):
+        assert torch.equal(rotate(x.float(), rotation, prefix_tokens=2), expected)
+        assert torch.equal(rotate(x, rotation, prefix_tokens=2), expected.bfloat16())
+        low, wide = (rotate_packed(tensor, rotation, 3, prefix_tokens=2) for tensor in (qkv, qkv.float()))
+        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(low, wide, strict=True))

@@ -107,6 +107,29 @@ def test_cosines_and_sines_lie_as_the_layout_wants_them(layout, shape):
     assert (sin.data_ptr() == cos.data_ptr() + cos.element_size()) is by_turns
 
 
+@pytest.mark.parametrize("part", ["itself", "slice", "block"])
+def test_a_learned_table_changed_in_place_turns_gradients_as_it_turns_values(part):
+    angle = an_angle((2, 5)).requires_grad_()
+    whole = Rotation.from_angles(angle, 16, blocks=2 if part == "block" else None)
+    rotation = {"itself": whole, "slice": whole.slice(0, 5), "block": whole.block(0) if whole.blocks else whole}[part]
+    with torch.no_grad():  # no rotation at all
+        whole.cos.fill_(1.0)
+        whole.sin.zero_()
+    x = a_tensor(2, 5, 16).requires_grad_()
+    for turn in (rotation, rotation.inverse()):
+        (gradient,) = torch.autograd.grad(rotate(x, turn).sum(), x)
+        assert turn.angle is None and torch.equal(gradient, torch.ones_like(x))
+
+
+def test_angles_that_a_step_has_changed_are_not_taken_for_those_of_the_table():
+    angle = an_angle().requires_grad_()
+    rotation = Rotation.from_angles(angle, 16)
+    with torch.no_grad():
+        angle.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        rotate(a_tensor(1, 5, 16), rotation).sum().backward()
+
+
 @pytest.mark.parametrize("change", ["itself", "inverse", "block", "slice", "unbind", "replace"])
 def test_the_angle_follows_its_tables(change):
     """The gradients through a rotation that was made of another are those of plain arithmetic on its cos and sin."""

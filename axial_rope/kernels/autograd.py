@@ -53,7 +53,8 @@ class CosSin(Function):
 
 
 def _cos_sin(angle: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """In the order of the angles in memory; by turns for pairs that lie side by side, as in complex numbers."""
+    """In the order of the angles in memory, pairs innermost; by turns where pairs are interleaved, as in complex numbers."""
+    angle = angle if angle.stride(-1) == 1 else angle.contiguous()
     cos, sin = angle.cos(), angle.sin()
     if layout == "interleaved" and angle.dtype in (torch.float32, torch.float64):
         cos, sin = _own_tensors(torch.view_as_real(torch.complex(cos, sin)).unbind(-1))

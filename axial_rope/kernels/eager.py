@@ -173,10 +173,14 @@ def _corner(buffer: Tensor, x: Tensor) -> Tensor:
 
 
 def complex_table(cos: Tensor, sin: Tensor, wide: torch.dtype) -> Tensor:
-    """``cos + i sin``; the table's own memory where that holds both by turns."""
+    """``cos + i sin``; the table's own memory where that holds both by turns.
+
+    Pairs are innermost, since products with factors in another order are rounded otherwise.
+    """
     if cos.dtype == sin.dtype == wide and _by_turns(cos, sin):
         return torch.view_as_complex(torch.as_strided(cos, (*cos.shape, 2), (*cos.stride(), 1)))
-    return torch.complex(cos.to(wide), sin.to(wide))
+    table = torch.complex(cos.to(wide), sin.to(wide))
+    return table if table.stride(-1) == 1 else table.contiguous()
 
 
 def _by_turns(cos: Tensor, sin: Tensor) -> bool:
