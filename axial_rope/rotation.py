@@ -50,6 +50,11 @@ def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
         (N, P), (H, N, P) or (L, H, N, P) for positions without a batch; (B, 1, N, P), (B, H, N, P) or (L, B, H, N, P)
         with one. They broadcast against queries of shape (B, H, N, head_dim).
 
+    Raises
+    ------
+    ValueError
+        If the shapes aren't those, or `frequencies` have no row for each axis of `positions`.
+
     Notes
     -----
     Elementwise products: autocast leaves them in float32, which a matrix product would not be.
@@ -59,6 +64,11 @@ def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
     >>> angles(torch.tensor([[2.0, 3.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.5]])).tolist()
     [[2.0, 1.5]]
     """
+    if positions.dim() not in (2, 3) or frequencies.dim() not in (2, 3, 4) or len(frequencies) != positions.shape[-1]:
+        raise ValueError(
+            f"frequencies must be (axes, [[blocks,] heads,] pairs), for positions (..., tokens, axes): "
+            f"got {tuple(frequencies.shape)} for {tuple(positions.shape)}"
+        )
     has_heads = frequencies.dim() > 2
     rows = (frequencies if has_heads else frequencies[:, None]).unsqueeze(-3)  # (A, 1, H, P) or (A, L, 1, H, P)
     if positions.dim() == 3 and rows.dim() == 5:
@@ -97,7 +107,7 @@ def period_angles(positions: Tensor, periods: Tensor) -> Tensor:
     return torch.stack([around[..., axis, None] / row for axis, row in enumerate(periods)]).sum(dim=0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rotation:
     """Cosines and sines of the angles of every pair and token, ready to rotate queries and keys.
 
@@ -118,7 +128,7 @@ class Rotation:
     Raises
     ------
     ValueError
-        If `cos` and `sin` have different shapes, or don't fit `head_dim` and `split`, or `layout` is unknown.
+        If `cos` and `sin` have different shapes, or don't fit `head_dim`, `split` and `blocks`, or `layout` is unknown.
     """
 
     cos: Tensor
@@ -128,7 +138,7 @@ class Rotation:
     split: tuple[int, ...] = ()
     blocks: int | None = None
     # The angles, cos and sin, and how often each had been changed in place.
-    _learned: tuple[tuple[Tensor, int], ...] = field(default=(), init=False, repr=False, compare=False)
+    _learned: tuple[tuple[Tensor, int], ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
@@ -141,6 +151,8 @@ class Rotation:
             raise ValueError(f"head_dim must be even and at least 2 * {self.pairs} pairs: got {self.head_dim}")
         if self.layout == "half_per_axis" and sum(self.split) != self.pairs:
             raise ValueError(f"split must hold the {self.pairs} pairs of cos and sin: got {self.split}")
+        if self.blocks is not None and (self.cos.dim() < 3 or self.cos.shape[0] != self.blocks):
+            raise ValueError(f"blocks must be the first size of cos and sin, {tuple(self.cos.shape)}: got {self.blocks}")
 
     @property
     def pairs(self) -> int:
@@ -156,8 +168,8 @@ class Rotation:
     def angle(self) -> Tensor | None:
         """The angles, where they are learned and `from_angles` made the tables; else None.
 
-        Gradients go to them directly, at a fraction of the time and memory. ``dataclasses.replace`` leaves them away, and so
-        does a change of the angles, `cos` or `sin` in place. Compilers are shown `cos` and `sin` alone.
+        Gradients go to them directly, past `cos` and `sin`, at a fraction of the time and memory. ``dataclasses.replace``
+        leaves them away, and so does a change of the angles, `cos` or `sin` in place. Compilers see `cos` and `sin` alone.
         """
         if not self._learned or torch.compiler.is_compiling():
             return None
@@ -177,15 +189,24 @@ class Rotation:
         Parameters
         ----------
         angle
-            In radians, in the shape of `cos` and `sin`: (N, P), (H, N, P), ... for N tokens, P pairs, H heads.
+            In radians, float32 or float64, in the shape of `cos` and `sin`: (N, P), (H, N, P), ... for N tokens, P pairs,
+            H heads.
         head_dim, layout, split, blocks
-            As for `Rotation`, which raises the errors.
+            As for `Rotation`, which raises the other errors.
+
+        Raises
+        ------
+        TypeError
+            If `angle` is no tensor, or has another dtype: half precision can't tell large angles apart.
 
         Examples
         --------
         >>> Rotation.from_angles(torch.tensor([[0.0]]), head_dim=2).cos
         tensor([[1.]])
         """
+        _check_tensor("angle", angle)
+        if angle.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"angle must be float32 or float64: got {angle.dtype}")
         rotation = cls(*kernels.cos_sin(angle, layout), head_dim, layout, tuple(split), blocks)
         return rotation if is_watched(angle) else rotation._with_angle(angle)
 
@@ -195,7 +216,14 @@ class Rotation:
         return replace(self, sin=-self.sin)._with_angle(angle)
 
     def block(self, index: int) -> Rotation:
-        """The rotation of one block, from a table with blocks in front."""
+        """The rotation of one block, from a table with blocks in front.
+
+        Raises
+        ------
+        ValueError
+            If it has no blocks.
+        """
+        self._check_blocks()
         return self._map(lambda table: table[index], blocks=None)
 
     def unbind(self) -> list[Rotation]:
@@ -206,26 +234,30 @@ class Rotation:
         ValueError
             If it has no blocks.
         """
-        if self.blocks is None:
-            raise ValueError("rotation must have blocks in front: got blocks=None")
-        angles = (None,) * self.blocks if self.angle is None else self.angle.unbind(0)
-        tables = zip(self.cos.unbind(0), self.sin.unbind(0), angles, strict=True)
+        blocks, angle = self._check_blocks(), self.angle
+        of_blocks = (None,) * blocks if angle is None else angle.unbind(0)
+        tables = zip(self.cos.unbind(0), self.sin.unbind(0), of_blocks, strict=True)
         return [replace(self, cos=cos, sin=sin, blocks=None)._with_angle(angle) for cos, sin, angle in tables]
 
     def slice(self, start: int, stop: int) -> Rotation:
         """The rotation of the tokens start .. stop - 1, for a sequence that is cut over devices or in time."""
         return self._map(lambda table: table[..., start:stop, :])
 
+    def _check_blocks(self) -> int:
+        if self.blocks is None:
+            raise ValueError("rotation must have blocks in front: got blocks=None")
+        return self.blocks
+
     def _map(self, part: Callable[[Tensor], Tensor], **changes: Any) -> Rotation:
         mapped = replace(self, cos=part(self.cos), sin=part(self.sin), **changes)
         return mapped._with_angle(None if self.angle is None else part(self.angle))
 
     def _with_angle(self, angle: Tensor | None) -> Rotation:
-        """Itself, newly made, with the angle of its tables if they are learned.
+        """Give the angle of its tables, if they are learned, to a rotation that nobody else has seen.
 
-        No argument of the constructor, so that nobody replaces the tables alone.
+        It is no argument of the constructor, so that nobody replaces the tables alone.
         """
-        if angle is not None and self.cos.requires_grad:
+        if angle is not None and angle.requires_grad and self.cos.requires_grad:
             learned = tuple((tensor, tensor._version) for tensor in (angle, self.cos, self.sin))
             object.__setattr__(self, "_learned", learned)
         return self

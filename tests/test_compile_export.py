@@ -82,6 +82,7 @@ def test_inductor_agrees_with_eager_to_a_unit_in_the_last_place():
         assert ulps(fused, eager) <= (1 if index < len(out) else 2)  # the gradients are sums over both layouts
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's, for any tensor that isn't a leaf
 def test_a_compiled_function_takes_a_learned_rotation():
     torch._dynamo.reset()
     rope = RotaryEmbedding(Mixed(16, heads=3, blocks=2))

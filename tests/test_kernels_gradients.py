@@ -121,6 +121,32 @@ def test_a_learned_table_changed_in_place_turns_gradients_as_it_turns_values(par
         assert turn.angle is None and torch.equal(gradient, torch.ones_like(x))
 
 
+def test_a_learned_rotation_inverted_without_a_graph_keeps_no_angle():
+    rotation = Rotation.from_angles(an_angle().requires_grad_(), 16)
+    with torch.no_grad():
+        back = rotation.inverse()
+    assert back.angle is None and rotate(a_tensor(1, 5, 16), back).requires_grad  # by way of cos
+
+
+def test_learned_angles_of_no_pairs():
+    angle = torch.zeros(5, 0, requires_grad=True)
+    x = a_tensor(1, 5, 8).requires_grad_()
+    rotate(x, Rotation.from_angles(angle, 8)).sum().backward()
+    assert angle.grad.shape == (5, 0) and torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_a_projection_that_keeps_its_gradient_is_not_overwritten():
+    weight = a_tensor(144, 16).requires_grad_()
+    results = []
+    for overwrite in (False, True):
+        projection = torch.nn.functional.linear(a_tensor(2, 5, 16), weight)
+        projection.retain_grad()
+        q, k, v = rotate_packed(projection, a_rotation(), 3, overwrite=overwrite)
+        (q * k + v).square().sum().backward()
+        results.append(projection.grad)
+    assert results[0].abs().max() > 0.1 and torch.equal(*results)
+
+
 def test_angles_that_a_step_has_changed_are_not_taken_for_those_of_the_table():
     angle = an_angle().requires_grad_()
     rotation = Rotation.from_angles(angle, 16)

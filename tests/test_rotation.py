@@ -186,6 +186,22 @@ def test_angles_equal_a_loop_and_the_heads_of_a_token_lie_together(lead, blocks)
     assert found.stride(-3) == 4 and found.stride(-2) == 8
 
 
+def test_messages_of_angles_and_blocks():
+    with pytest.raises(ValueError, match=r"^frequencies must be .* got \(3, 8\) for \(4, 2\)"):
+        angles(torch.zeros(4, 2), torch.zeros(3, 8))
+    with pytest.raises(TypeError, match=r"^angle must be a tensor: got list"):
+        Rotation.from_angles([[0.0]], 2)
+    with pytest.raises(TypeError, match=r"^angle must be float32 or float64: got torch.bfloat16"):
+        Rotation.from_angles(torch.zeros(3, 4, dtype=torch.bfloat16), 8)
+    with pytest.raises(ValueError, match=r"^blocks must be the first size of cos and sin, \(2, 5, 4\): got 7"):
+        Rotation.from_angles(torch.zeros(2, 5, 4), 8, blocks=7)
+    rotation = Rotation.from_angles(torch.zeros(2, 5, 4), 8)
+    for take in (rotation.unbind, lambda: rotation.block(0)):
+        with pytest.raises(ValueError, match=r"^rotation must have blocks in front"):
+            take()
+    assert rotation == rotation and rotation != Rotation.from_angles(torch.zeros(2, 5, 4), 8)
+
+
 def test_angles_are_float32_products():
     """Pitfall A1: position 1857 at pair 1 of dim 32, base 1e4 turns by 1044.268."""
     rope = RotaryEmbedding(Axial(32, axes=1))

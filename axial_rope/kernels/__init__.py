@@ -117,7 +117,8 @@ def _whole(qkv: Tensor) -> Tensor | None:
     """
     base = qkv if qkv._base is None else qkv._base
     same = base.numel() == qkv.numel() and base.dtype == qkv.dtype
-    free = not (base.is_leaf and base.requires_grad) and not (base.is_inference() and not torch.is_inference_mode_enabled())
+    wanted = base.retains_grad or qkv.retains_grad or (base.is_leaf and base.requires_grad)
+    free = not wanted and not (base.is_inference() and not torch.is_inference_mode_enabled())
     whole = base.is_contiguous() and qkv.is_contiguous()
     return base if same and free and whole and (base is qkv or _is_mere_view(qkv, base)) else None
 

@@ -6,7 +6,7 @@ the pairs z = x_i + i x_j and y = z e^(i angle), is
     d angle = Im(conj(y) g) = y_i g_j - y_j g_i        summed over what the angle broadcasts over
 
 so that a learned table needs y, which attention keeps for its own backward pass, and the angle, from which cosines and
-sines are made anew.
+sines are made anew. In low precision y has been rounded, and the gradient of the angle is as exact as that.
 
 Tables that aren't learned are kept outside of the saved tensors, since they are no activations; that they haven't changed
 in the meantime is checked here. A backward pass that is itself differentiated uses plain arithmetic.
@@ -29,7 +29,7 @@ __all__ = ["CosSin", "MemoryBackend", "Turn", "TurnPacked", "turn_apart", "turn_
 
 
 class MemoryBackend(Protocol):
-    """Rotation of memory, without autograd: what `eager` and `triton` offer."""
+    """Rotation of memory, without autograd: what `eager` and `triton_backend` offer."""
 
     def turn_into(self, target: Tensor, source: Tensor, table: Table) -> None: ...
 
@@ -56,7 +56,7 @@ def _cos_sin(angle: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """In the order of the angles in memory, pairs innermost; by turns where pairs are interleaved, as in complex numbers."""
     angle = angle if angle.stride(-1) == 1 else angle.contiguous()
     cos, sin = angle.cos(), angle.sin()
-    if layout == "interleaved" and angle.dtype in (torch.float32, torch.float64):
+    if layout == "interleaved":
         cos, sin = _own_tensors(torch.view_as_real(torch.complex(cos, sin)).unbind(-1))
     return cos, sin
 

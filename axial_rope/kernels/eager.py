@@ -5,10 +5,10 @@ multiplication and is never stored or handed on. Low precision goes through a fl
 devices, and the other layouts, have real arithmetic.
 
 To the bit: PyTorch's complex product multiplies and adds in the body of its vector loop, and may fuse the two in the tail.
-Rows of a multiple of 16 pairs have no tail; what is over is left to real arithmetic, which rounds after each operation. So
-all results are those of plain arithmetic, however the memory is cut; but for the few rows that are cut where the work is
-dealt to several threads. Then low precision does on a buffer what float32 does in one go, on the same strides, so that the
-cuts fall on the same elements.
+Rows of a multiple of 16 pairs without gaps have no tail; what is over is left to real arithmetic, which rounds after each
+operation. So all results are those of plain arithmetic, however the memory is cut, except in the few rows that are cut where
+the work is dealt to several threads. Then low precision does on a buffer what float32 does in one go, on the same strides, so
+that the cuts fall on the same elements.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def angle_gradient(y: Tensor, gradient: Tensor, table: Table) -> Tensor:
     """
     y, gradient = table.members(y), table.members(gradient)
     wide = table.wide(y)
-    if y.device.type != "cpu" or table.layout != "interleaved":
+    if y.device.type != "cpu" or table.layout != "interleaved" or not table.width:
         return plain.angle_gradient(y.to(wide), gradient.to(wide), table)
-    total = torch.zeros_like(table.cos, dtype=wide.to_complex())  # in the table's order of memory, which is that of y
+    total = torch.zeros_like(table.cos, dtype=wide.to_complex())  # in the table's order of memory
     whole = total[(None,) * (y.dim() - total.dim())]
     if y.dtype == gradient.dtype == wide and has_complex_view(y) and has_complex_view(gradient):
         _add_products(complex_view(y), complex_view(gradient), whole)
@@ -141,7 +141,7 @@ def angle_gradient(y: Tensor, gradient: Tensor, table: Table) -> Tensor:
 def _add_products(y: Tensor, gradient: Tensor, total: Tensor) -> None:
     """Add the sums of ``conj(y) gradient`` to `total`; both as complex numbers, or as what is to be copied to be seen so."""
     wide = total.dtype if y.is_complex() else total.dtype.to_real()
-    sample = y[0].numel() if y.dim() > 2 and len(y) else y.numel()  # its products need no sum
+    sample = y[0].numel() if y.dim() > 2 and len(y) else y.numel()  # no sum over samples
     limit = min(BUFFER_BYTES // wide.itemsize, sample)
     parts = list(_parts(y, gradient, (total,), limit))
     # The first part is the largest. Complex gradients are taken where they lie.
@@ -214,7 +214,7 @@ def _parts(target: Tensor, source: Tensor, factors: Factors, limit: int) -> Iter
     if source.numel() <= limit:
         yield target, source, factors
         return
-    # samples, or tokens of one sample, or heads
+    # Most often that of samples, or of the tokens of one sample.
     sizes, strides = source.shape, source.stride()
     dim = max(range(-len(sizes), -1), key=lambda dim: (sizes[dim] > 1, strides[dim]))
     step = max(1, limit * sizes[dim] // source.numel())
