@@ -7,8 +7,8 @@ devices, and the other layouts, have real arithmetic.
 To the bit: PyTorch's complex product multiplies and adds in the body of its vector loop, and may fuse the two in the tail.
 Rows of a multiple of 16 pairs without gaps have no tail; what is over is left to real arithmetic, which rounds after each
 operation. So all results are those of plain arithmetic, however the memory is cut, except in the few rows that are cut where
-the work is dealt to several threads. Then low precision does on a buffer what float32 does in one go, on the same strides, so
-that the cuts fall on the same elements.
+the work is dealt to several threads. Then low precision does on a buffer what float32 does in one go, on the same strides,
+so that the cuts fall on the same elements.
 """
 
 from __future__ import annotations
