@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from axial_rope import Rotation
+from axial_rope import Rotation, pair_channels
 
 LAYOUTS = {"interleaved": (8,), "half": (8,), "half_per_axis": (3, 5)}
 SHAPES = {"shared": (5,), "per head": (3, 5), "per sample": (2, 1, 5), "per head and sample": (2, 3, 5)}
@@ -24,8 +24,6 @@ def a_tensor(*shape, dtype=torch.float32, seed=1):
 
 def reference(x, rotation, prefix=0, suffix=0):
     """By two-by-two matrices, one pair at a time, in float64."""
-    from axial_rope import pair_channels
-
     y = x.double().clone()
     end = x.shape[-2] - suffix
     for pair, (i, j) in enumerate(pair_channels(rotation.layout, rotation.split).tolist()):

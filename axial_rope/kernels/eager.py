@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from axial_rope.kernels import plain
-from axial_rope.kernels.layouts import Table, pair_views
+from axial_rope.kernels.layouts import Table, channels, pair_views
 
 __all__ = ["angle_gradient", "in_place", "turn_into"]
 
 Factors = tuple[Tensor, ...]  # a complex table, or cosines and sines
+Parts = list[tuple[Tensor, Tensor, Factors]]  # see `_parts`
 BUFFER_BYTES = 1 << 20  # half of a small L2 cache
 
 
@@ -34,7 +35,7 @@ def in_place(x: Tensor, table: Table) -> bool:
     """Whether to turn a projection that autograd doesn't record in its own memory, rather than into memory of its own.
 
     Attention in low precision on the CPU gains more from q and k without gaps than their way there costs. Where autograd
-    records, v would have to be copied as well.
+    records that way would be longer, since v has to be copied as well: then nobody asks.
     """
     return x.device.type == "cpu" and x.dtype == table.wide(x)
 
@@ -96,11 +97,11 @@ def _wide_turn(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> Calla
         if start:
             pairs = complex_view(x, start)
             goal_pairs = pairs if goal is x else complex_view(goal, start)
-            steps.append(partial(torch.mul, pairs, _channels(factors[0], 0, start // 2), out=goal_pairs))
+            steps.append(partial(torch.mul, pairs, channels(factors[0], 0, start // 2), out=goal_pairs))
         if start < width:
             factors = torch.view_as_real(factors[0][..., start // 2 :]).unbind(-1)
     if start < width:
-        steps.append(partial(_turn_real, _channels(goal, start, width), _channels(x, start, width), factors, table))
+        steps.append(partial(_turn_real, channels(goal, start, width), channels(x, start, width), factors, table))
     if width < x.shape[-1] and goal is not x:
         steps.append(partial(goal[..., width:].copy_, x[..., width:]))
     return steps[0] if len(steps) == 1 else lambda: [step() for step in steps]
@@ -109,15 +110,10 @@ def _wide_turn(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> Calla
 def _turn_real(goal: Tensor, x: Tensor, factors: Factors, table: Table) -> None:
     goals, members = (pair_views(tensor, table.layout, table.split) for tensor in (goal, x))
     for (goal_a, goal_b, pairs), (a, b, _) in zip(goals, members, strict=True):
-        cos, sin = (_channels(factor, pairs.start, pairs.stop) for factor in factors)
+        cos, sin = (channels(factor, pairs.start, pairs.stop) for factor in factors)
         across_a, across_b = b * sin, a * sin
         torch.mul(a, cos, out=goal_a).sub_(across_a)
         torch.mul(b, cos, out=goal_b).add_(across_b)
-
-
-def _channels(x: Tensor, start: int, stop: int) -> Tensor:
-    """``x[..., start:stop]``; `x` itself where that is all of it, since a view takes as long as the turn of a few tokens."""
-    return x if stop - start == x.shape[-1] else x[..., start:stop]
 
 
 def angle_gradient(y: Tensor, gradient: Tensor, table: Table) -> Tensor:
@@ -131,40 +127,40 @@ def angle_gradient(y: Tensor, gradient: Tensor, table: Table) -> Tensor:
         return plain.angle_gradient(y.to(wide), gradient.to(wide), table)
     total = torch.zeros_like(table.cos, dtype=wide.to_complex())  # in the table's order of memory
     whole = total[(None,) * (y.dim() - total.dim())]
-    if y.dtype == gradient.dtype == wide and has_complex_view(y) and has_complex_view(gradient):
-        _add_products(complex_view(y), complex_view(gradient), whole)
-    else:
-        _add_products(y, gradient, whole)
-    return total.imag
-
-
-def _add_products(y: Tensor, gradient: Tensor, total: Tensor) -> None:
-    """Add the sums of ``conj(y) gradient`` to `total`; both as complex numbers, or as what is to be copied to be seen so."""
-    wide = total.dtype if y.is_complex() else total.dtype.to_real()
+    as_it_lies = y.dtype == gradient.dtype == wide and has_complex_view(y) and has_complex_view(gradient)
+    if as_it_lies:
+        y, gradient = complex_view(y), complex_view(gradient)
     sample = y[0].numel() if y.dim() > 2 and len(y) else y.numel()  # no sum over samples
-    limit = min(BUFFER_BYTES // wide.itemsize, sample)
-    parts = list(_parts(y, gradient, (total,), limit))
-    # The first part is the largest. Complex gradients are taken where they lie.
-    copied = parts[0][:1] if y.is_complex() else parts[0][:2]
-    buffers = [_viewable(torch.empty_like(tensor, dtype=wide)) for tensor in copied]
-    own: list[Tensor] = []
-    for of_y, of_gradient, (part,) in parts:
-        if not own or own[0].shape != of_y.shape:
-            own = [_corner(buffer, of_y) for buffer in buffers]
-            conjugate, *others = own if y.is_complex() else [complex_view(tensor) for tensor in own]
-        # A pass over memory in the cache; PyTorch's lazy conjugate would take new memory each time.
-        if y.is_complex():
-            torch.conj_physical(of_y, out=conjugate)
-            factor = of_gradient
-        else:
-            own[0].copy_(of_y)
-            own[1].copy_(of_gradient)
-            conjugate.conj_physical_()
-            factor = others[0]
+    limit = min(BUFFER_BYTES // (total.itemsize if as_it_lies else wide.itemsize), sample)
+    parts = list(_parts(y, gradient, (whole,), limit))
+    factors = _conjugates(parts) if as_it_lies else _copied_conjugates(parts, wide)
+    for (conjugate, factor), (_, _, (part,)) in zip(factors, parts, strict=True):
         if part.shape == conjugate.shape:
             part.addcmul_(conjugate, factor)
         else:
             part.add_(conjugate.mul_(factor).sum_to_size(part.shape))
+    return total.imag
+
+
+def _conjugates(parts: Parts) -> Iterator[tuple[Tensor, Tensor]]:
+    """conj(y) in a buffer, and the gradient where it lies, of complex parts (y, gradient, ...)."""
+    buffer = torch.empty_like(parts[0][0])  # the first part is the largest
+    for y, gradient, _ in parts:
+        # PyTorch's lazy conjugate would take new memory each time.
+        yield torch.conj_physical(y, out=_corner(buffer, y)), gradient
+
+
+def _copied_conjugates(parts: Parts, wide: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """conj(y) and the gradient, as complex numbers in buffers, of real parts (y, gradient, ...)."""
+    buffers = [_viewable(torch.empty_like(tensor, dtype=wide)) for tensor in parts[0][:2]]
+    own: list[Tensor] = []
+    for y, gradient, _ in parts:
+        if not own or own[0].shape != y.shape:  # views take as long as the arithmetic: once for all parts of a shape
+            own = [_corner(buffer, y) for buffer in buffers]
+            conjugate, factor = (complex_view(buffer) for buffer in own)
+        own[0].copy_(y)
+        own[1].copy_(gradient)
+        yield conjugate.conj_physical_(), factor
 
 
 def _corner(buffer: Tensor, x: Tensor) -> Tensor:
@@ -197,7 +193,7 @@ def _by_turns(cos: Tensor, sin: Tensor) -> bool:
 
 def complex_view(x: Tensor, width: int | None = None) -> Tensor:
     """The first `width` channels of (..., D) as complex numbers, (..., width / 2), in the same memory."""
-    return (x if width is None else _channels(x, 0, width)).view(x.dtype.to_complex())
+    return (x if width is None else channels(x, 0, width)).view(x.dtype.to_complex())
 
 
 def has_complex_view(x: Tensor) -> bool:
@@ -206,7 +202,7 @@ def has_complex_view(x: Tensor) -> bool:
 
 
 def _viewable(x: Tensor) -> Tensor:
-    return x if x.is_complex() or has_complex_view(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if has_complex_view(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _parts(target: Tensor, source: Tensor, factors: Factors, limit: int) -> Iterator[tuple[Tensor, Tensor, Factors]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Table", "join_pairs", "pair_views", "split_pairs"]
+__all__ = ["Table", "channels", "join_pairs", "pair_views", "split_pairs"]
 
 
 class Table(NamedTuple):
@@ -55,8 +55,7 @@ class Table(NamedTuple):
 
     def members(self, x: Tensor) -> Tensor:
         """A view of all pairs of the turned tokens of `x`, (..., N, 2 P); `x` itself where that is all of it."""
-        turned = self.turned(x)
-        return turned if self.width == x.shape[-1] else turned[..., : self.width]
+        return channels(self.turned(x), 0, self.width)
 
     def kept(self, x: Tensor) -> list[Tensor]:
         """Views of the tokens that are left as they are: the prefix and the suffix, if there are any."""
@@ -66,6 +65,11 @@ class Table(NamedTuple):
         if self.suffix:
             ends.append(x.narrow(-2, x.shape[-2] - self.suffix, self.suffix))
         return ends
+
+
+def channels(x: Tensor, start: int, stop: int) -> Tensor:
+    """``x[..., start:stop]``; `x` itself where that is all of it, since a view takes as long as the turn of a few tokens."""
+    return x if stop - start == x.shape[-1] else x[..., start:stop]
 
 
 def split_pairs(x: Tensor, layout: str, split: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from axial_rope.kernels.layouts import Table, join_pairs, split_pairs
+from axial_rope.kernels.layouts import Table, channels, join_pairs, split_pairs
 
 __all__ = ["angle_gradient", "turn", "turn_packed", "turn_tokens"]
 
 
 def turn(x: Tensor, table: Table) -> Tensor:
     """`x`, (..., prefix + N + suffix, head_dim), turned by a table that broadcasts against (..., N, P), in a new tensor."""
-    turned = turn_tokens(table.turned(x) if table.prefix or table.suffix else x, table)
+    turned = turn_tokens(table.turned(x), table)
     if not table.prefix and not table.suffix:
         return turned
     kept = table.kept(x)
@@ -27,7 +27,7 @@ def turn_tokens(x: Tensor, table: Table) -> Tensor:
     """
     wide, width = table.wide(x), table.width
     cos, sin = table.cos.to(wide), table.sin.to(wide)
-    members = (x if width == x.shape[-1] else x[..., :width]).to(wide)
+    members = channels(x, 0, width).to(wide)
     a, b = split_pairs(members, table.layout, table.split)
     turned = join_pairs((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), table.layout, table.split)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
